@@ -1,0 +1,149 @@
+// The settings of a run: one small struct per room, plain and torch-free. A Config is read once
+// (Config::from_json...), checked, and const from then on. docs/config.md is generated from the
+// schema that reads them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "poise/export.h"
+
+namespace poise {
+namespace config {
+
+enum class DType { fp32, bf16, fp16 };
+
+struct BatchPolicy {
+  std::int64_t micro_batch_size = 1;   // samples of one forward/backward
+  std::int64_t accumulation = 1;       // micro-batches of one update
+  std::int64_t global_batch_size = 0;  // samples of one update; 0: micro_batch_size x accumulation
+};
+
+enum class LossWeighting {
+  tokens,            // a mean weighs as many tokens as it counted (needs counts)
+  micro_batch_mean,  // every micro-batch weighs the same
+};
+
+struct PrecisionPolicy {
+  DType dtype = DType::fp32;        // type of the forward
+  DType parameters = DType::fp32;   // type the parameters are kept in; 16-bit ones get fp32 masters
+  bool autocast = true;             // torch autocast around forward where dtype is 16-bit
+  bool fp32_accumulation = true;    // accumulators of gradients; false: the parameters' type
+  double loss_scale = 0;            // fp16 only; 0: dynamic
+  double initial_loss_scale = 65536;
+  double loss_scale_growth = 2;
+  double loss_scale_backoff = 0.5;
+  std::int64_t loss_scale_growth_interval = 2000;  // clean updates before it grows
+  std::int64_t loss_scale_hysteresis = 1;          // overflows in a row before it shrinks
+  double min_loss_scale = 1;
+  double max_loss_scale = 4294967296.0;  // 2^32
+};
+
+// Parameters whose name matches `match` (shell pattern: * and ?) form a group; first match wins.
+struct ParamGroup {
+  std::string match;
+  double lr_multiplier = 1;
+  double weight_decay = -1;  // negative: that of the optimizer
+};
+
+struct OptimizerPolicy {
+  std::string type = "adamw";  // adamw, adam, sgd
+  double lr = 5e-5;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  double momentum = 0;    // sgd
+  bool nesterov = false;  // sgd
+  std::string decay_rule = "matrices";  // matrices: only tensors of 2 or more dimensions; all
+  double max_grad_norm = 1;             // global L2 norm; 0: no clipping
+  std::vector<ParamGroup> groups;
+};
+
+struct SchedulePolicy {
+  // constant, linear, cosine, cosine_with_min_lr, inverse_sqrt, warmup_stable_decay, polynomial
+  std::string type = "constant";
+  std::int64_t warmup_updates = 0;
+  std::int64_t total_updates = 0;  // 0: the run's max_updates
+  std::int64_t decay_updates = 0;  // warmup_stable_decay: length of the last leg
+  double min_lr_ratio = 0;         // floor over the peak
+  double power = 1;                // polynomial
+};
+
+struct CheckpointingPolicy {
+  std::string policy = "none";  // none, every_n, sqrt, first_m, list, selective
+  std::int64_t n = 1;           // every_n: every n-th unit is recomputed; first_m: the first n units
+  std::vector<std::string> units;  // list: names (shell patterns)
+};
+
+struct MemoryPolicy {
+  std::int64_t budget_bytes = 0;  // 0: no limit
+};
+
+enum class NonFinite { skip, stop };
+
+struct EnginePolicy {
+  LossWeighting loss_weighting = LossWeighting::tokens;
+  NonFinite on_nonfinite = NonFinite::skip;  // non-finite loss, or gradient outside fp16
+  std::uint64_t seed = 42;
+};
+
+struct ModelPolicy {
+  std::string builtin = "byte_gpt";
+  std::int64_t layers = 4;
+  std::int64_t width = 128;
+  std::int64_t heads = 4;
+  std::int64_t sequence_length = 128;
+  double dropout = 0;
+  std::int64_t loss_chunk_tokens = 0;  // 0: whole logits; else the chunked loss head
+};
+
+struct DataPolicy {
+  std::vector<std::string> train;       // files or folders, read as bytes
+  std::vector<std::string> validation;  // empty: the tail of train
+  std::string suffix;                   // of the files taken from folders, for example ".py"
+  double validation_fraction = 0.02;
+  bool shuffle = true;
+  std::int64_t prefetch = 2;  // windows read ahead
+};
+
+struct TrainPolicy {
+  std::string output_dir = "out";
+  std::int64_t max_updates = 100;
+  std::int64_t log_every = 10;
+  std::int64_t validate_every = 0;     // 0: at the end only
+  std::int64_t validation_batches = 8;
+  std::int64_t sample_bytes = 0;       // bytes of text generated at the end
+  std::vector<std::int64_t> profile_updates;  // [first, last]: a trace of these updates is written
+};
+
+}  // namespace config
+
+struct POISE_API Config {
+  config::BatchPolicy batch;
+  config::PrecisionPolicy precision;
+  config::OptimizerPolicy optimizer;
+  config::SchedulePolicy schedule;
+  config::CheckpointingPolicy checkpointing;
+  config::MemoryPolicy memory;
+  config::EnginePolicy engine;
+  config::ModelPolicy model;
+  config::DataPolicy data;
+  config::TrainPolicy train;
+
+  // Reads JSON (// and /* */ comments allowed). Throws Error naming key, value and what is allowed;
+  // an unknown or repeated key names the nearest known one.
+  static Config from_json(const std::string& text);
+  static Config from_json_file(const std::string& path);
+
+  // Throws Error where values contradict each other. from_json calls it; call it for a Config
+  // filled by hand.
+  void validate() const;
+
+  // Every key with its value, as JSON that from_json reads back.
+  std::string to_json() const;
+};
+
+}  // namespace poise

@@ -1,0 +1,137 @@
+// The engine: one update of a model from a window of micro-batches, whatever the split, precision and
+// recomputation. The only room that knows the order of a step (docs/dataflow.md).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "poise/config.h"
+#include "poise/core.h"
+#include "poise/export.h"
+#include "poise/memory.h"
+
+namespace poise {
+
+// What a forward hands back.
+struct Loss {
+  enum class Kind {
+    mean,       // scalar: a mean over `count` tokens (or samples)
+    sum,        // scalar: a sum over `count` tokens
+    per_token,  // any shape: summed here; count is numel unless given
+  };
+  // A further term with a denominator of its own, weighted by `weight`.
+  struct Term {
+    at::Tensor value;
+    Kind kind = Kind::mean;
+    at::Tensor count;  // 0-dim; undefined: not given
+    double weight = 1;
+  };
+
+  at::Tensor value;
+  Kind kind = Kind::mean;
+  at::Tensor count;  // 0-dim number of counted tokens, any device; undefined: not given
+  std::vector<Term> terms;
+
+  Loss() = default;
+  Loss(at::Tensor value) : value(std::move(value)) {}  // NOLINT: a plain scalar is a mean
+  static Loss mean(at::Tensor value, double count);
+  static Loss mean(at::Tensor value, at::Tensor count);
+  static Loss sum(at::Tensor value, double count);
+  static Loss sum(at::Tensor value, at::Tensor count);
+  static Loss per_token(at::Tensor values);
+};
+
+enum class Last { no, yes };
+
+// Thread rules: one thread drives an engine; backward may run on autograd's threads.
+class POISE_API Engine {
+ public:
+  using LossFn = std::function<Loss(std::size_t micro_batch)>;
+
+  // Re-homes the model's parameters into memory the engine owns (same tensors, names, ties, shapes)
+  // and casts them to config.precision.parameters; masters are made from the values before the cast.
+  // Throws Error: no trainable parameter, overlapping parameters, several devices, a hook on a
+  // parameter that cannot be honoured.
+  Engine(const ModelView& model, const Config& config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // One update from `count` micro-batches. `counts`, needed only by losses with several terms: the
+  // window's total count of the main loss and of each term. An exception from `loss` keeps its type
+  // and discards the window; the engine stays usable.
+  StepResult step(std::size_t count, const LossFn& loss, const std::vector<double>& counts = {});
+
+  // The same over a range of batches: loss(batch) -> Loss or Tensor.
+  template <class Window, class Fn>
+  StepResult step(Window&& window, Fn&& loss) {
+    auto it = std::begin(window);
+    const auto count = static_cast<std::size_t>(std::distance(it, std::end(window)));
+    return step(count, [&](std::size_t) { return Loss(loss(*it++)); });
+  }
+
+  // The three-call form. Forward runs under forward_scope(); backward() accumulates; step() closes the
+  // window (an error off the boundary unless Last::yes, which closes a partial window).
+  class POISE_API ForwardScope {
+   public:
+    ForwardScope(ForwardScope&&) noexcept;
+    ~ForwardScope();
+
+   private:
+    friend class Engine;
+    struct Impl;
+    explicit ForwardScope(std::unique_ptr<Impl> impl);
+    std::unique_ptr<Impl> impl_;
+  };
+  ForwardScope forward_scope();
+  void begin_window(const std::vector<double>& counts);  // only for losses with several terms
+  void backward(const Loss& loss);
+  bool is_boundary() const;  // the window holds as many micro-batches as config says
+  StepResult step(Last last = Last::no);
+  void discard_window();     // drops what was accumulated since the last step
+
+  // Optional, before step(): sums and statistics of the window. After it gradient(name) is the mean
+  // unscaled unclipped gradient, fp32, a view that may be written (norm and flags are then made anew).
+  void begin_update();
+  at::Tensor gradient(const std::string& name);
+
+  // Tells the engine that a parameter was edited through .data (other edits are noticed).
+  void refresh(const std::string& name);
+
+  // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it.
+  at::Tensor master(const std::string& name) const;
+
+  const Config& config() const;
+  const ParamTable& table() const;
+  const memory::Ledger& ledger() const;
+  double learning_rate() const;   // of the next update, group 0's multiplier 1
+  double loss_scale() const;
+  std::int64_t updates() const;           // applied updates (the schedule counts these)
+  std::int64_t skipped_updates() const;
+  std::int64_t micro_batches() const;     // in the open window
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace poise
+
+namespace torch::nn {
+class Module;
+}
+
+namespace poise {
+// The view of a torch::nn module: parameters and buffers by name; units are its repeated blocks (the
+// entries of the largest ModuleList or Sequential) and one for the rest.
+POISE_API ModelView view(const torch::nn::Module& module);
+}  // namespace poise

@@ -1,0 +1,78 @@
+// The ledger: how many bytes each account of a run holds, and a budget that really runs out.
+// An allocation belongs to the ledger and account of the innermost AccountScope of its thread and
+// carries that stamp until it is freed, by whichever thread. Requested bytes are counted, not the
+// allocator's rounding. CPU tensors go through a counting allocator that is installed by the first
+// Ledger and taken out when the last one is gone; CUDA figures come from torch's caching allocator.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "poise/export.h"
+#include "poise/memory_accounts.h"
+
+namespace poise::memory {
+
+struct Snapshot {
+  std::int64_t current_bytes = 0;
+  std::int64_t peak_bytes = 0;                       // highest total since reset_peak()
+  std::array<std::int64_t, kAccounts> current{};     // bytes by account now
+  std::array<std::int64_t, kAccounts> at_peak{};     // by account at the total peak; sums to peak_bytes
+  std::array<std::int64_t, kAccounts> own_peak{};    // each account's own highest
+};
+
+class LedgerState;
+
+// One run's (one rank's) books. Cheap to make; safe to use from several threads.
+class POISE_API Ledger {
+ public:
+  Ledger();
+  ~Ledger();
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
+
+  Snapshot snapshot() const;
+  void reset_peak();
+
+  // A CPU allocation of this ledger that would take the total above `bytes` throws torch's
+  // OutOfMemoryError (in Python torch.OutOfMemoryError), with requested, held and budget in the
+  // message. 0: no limit.
+  void set_budget(std::int64_t bytes);
+  std::int64_t budget() const;
+
+  const std::shared_ptr<LedgerState>& state() const { return state_; }
+
+ private:
+  std::shared_ptr<LedgerState> state_;
+};
+
+// While it lives, this thread's allocations go to `ledger` under `account`. Scopes nest; a stream's
+// work runs under the scope of the thread that submitted it.
+class POISE_API AccountScope {
+ public:
+  AccountScope(const Ledger& ledger, Account account);
+  explicit AccountScope(Account account);  // same ledger as the enclosing scope
+  ~AccountScope();
+  AccountScope(const AccountScope&) = delete;
+  AccountScope& operator=(const AccountScope&) = delete;
+
+  // The innermost scope of this thread, to be reopened on another thread.
+  struct Position {
+    std::shared_ptr<LedgerState> ledger;  // null: none
+    Account account = Account::other;
+  };
+  static Position current();
+  explicit AccountScope(const Position& position);
+
+ private:
+  Position previous_;
+};
+
+// "20GiB", "512MiB", "1.5GB", "1048576" -> bytes. Throws Error.
+POISE_API std::int64_t parse_bytes(const std::string& text);
+// 1610612736 -> "1.50 GiB".
+POISE_API std::string format_bytes(std::int64_t bytes);
+
+}  // namespace poise::memory
