@@ -1,0 +1,16 @@
+# Links every entry of the package's source folder into the staged package and drops dead links.
+# Run as a script: cmake -DSOURCE=<python/poise> -DSTAGE=<build/.../python/poise> -P stage_python.cmake
+file(MAKE_DIRECTORY "${STAGE}")
+file(GLOB staged LIST_DIRECTORIES true "${STAGE}/*")
+foreach(entry IN LISTS staged)
+  if(IS_SYMLINK "${entry}" AND NOT EXISTS "${entry}")
+    file(REMOVE "${entry}")
+  endif()
+endforeach()
+file(GLOB sources LIST_DIRECTORIES true RELATIVE "${SOURCE}" "${SOURCE}/*")
+list(REMOVE_ITEM sources __pycache__)
+foreach(entry IN LISTS sources)
+  if(NOT EXISTS "${STAGE}/${entry}")
+    file(CREATE_LINK "${SOURCE}/${entry}" "${STAGE}/${entry}" SYMBOLIC)
+  endif()
+endforeach()

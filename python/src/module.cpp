@@ -1,0 +1,16 @@
+// The extension module poise._C: a list of rooms, nothing else. A new room adds its file to
+// python/CMakeLists.txt and two lines here.
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace poise::python {
+void bind_core(py::module_& module);
+}  // namespace poise::python
+
+PYBIND11_MODULE(_C, module) {
+  using namespace poise::python;
+  module.doc() =
+      "The C++ core of poise. Use the package poise; this module follows it without notice.";
+  bind_core(module);  // first: the others throw its exceptions
+}
