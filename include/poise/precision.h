@@ -36,7 +36,8 @@ class POISE_API AutocastGuard {
 POISE_API std::optional<c10::ScalarType> autocast_dtype(const config::PrecisionPolicy& policy);
 
 // The loss scale: grows by `growth` after `growth_interval` updates without overflow, shrinks by
-// `backoff` after `hysteresis` overflows in a row, stays within [min, max]. Scales are exact where
+// `backoff` after `hysteresis` overflows in a row (and at each further one of that row), stays within
+// [min, max]. Dynamic only where the dtype is fp16 and `loss_scale` is 0; without fp16 it is 1. Scales are exact where
 // growth and backoff are powers of two. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.)
 class POISE_API LossScaler {
  public:
@@ -46,7 +47,7 @@ class POISE_API LossScaler {
   bool dynamic() const { return dynamic_; }
 
   // Called once per window: `overflow` whether its gradients had an inf or NaN.
-  // Returns whether the scale is already at its floor and overflowed again.
+  // Returns whether the scale is already at its floor and overflowed again (a static scale: false).
   bool update(bool overflow);
 
   struct State {
@@ -55,7 +56,8 @@ class POISE_API LossScaler {
     std::int64_t overflows_in_row = 0;
   };
   State state() const { return state_; }
-  void load(const State& state);  // throws Error on a scale that is not finite and positive
+  // Throws Error on a scale that is not finite and positive. A static scale stays as configured.
+  void load(const State& state);
 
  private:
   config::PrecisionPolicy policy_;
