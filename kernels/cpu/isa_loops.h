@@ -1,0 +1,23 @@
+// What the files compiled per instruction set share: the declarations of their own copy.
+#pragma once
+
+#include "kernels/cast.h"
+#include "kernels/cpu/loops.h"
+
+#ifndef POISE_ISA
+#error "compiled through poise_isa_sources() only"
+#endif
+
+namespace poise::kernels::cpu::POISE_ISA {
+
+double squared_norm(DType, const void*, std::int64_t begin, std::int64_t count);
+double accumulate(Accumulate, float*, DType, const void*, std::int64_t begin, std::int64_t count,
+                  float weight, bool with_norm);
+void adamw(const AdamArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
+           bool decoupled);
+void sgd(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
+void pack(DType, DType, const void*, void*, std::int64_t begin, std::int64_t count, float scale);
+std::uint32_t stream_read(const float*, std::int64_t begin, std::int64_t count);
+void stream_update(const AdamArrays&, std::int64_t begin, std::int64_t count);
+
+}  // namespace poise::kernels::cpu::POISE_ISA

@@ -1,0 +1,120 @@
+// The CPU back end: cuts the work into chunks, runs them in parallel, joins sums in chunk order.
+#include "kernels/backends.h"
+#include "kernels/chunks.h"
+#include "kernels/cpu/loops.h"
+#include "kernels/stream.h"
+
+namespace poise::kernels::cpu {
+
+void squared_norms(const Launch& launch,
+                   DType dtype,
+                   const void* base,
+                   const Piece* pieces,
+                   std::int64_t num_pieces,
+                   double* out) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_pieces, [&](std::int64_t p) { return pieces[p].end - pieces[p].begin; });
+  std::vector<double> sums(map.chunks());
+  map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
+    sums[number] = loop.squared_norm(dtype, base, pieces[chunk.span].begin + chunk.offset,
+                                     chunk.count);
+  });
+  for (std::int64_t p = 0; p < num_pieces; ++p) {
+    double sum = 0;
+    for (std::int64_t c = map.first_chunk()[p]; c < map.first_chunk()[p + 1]; ++c) sum += sums[c];
+    out[p] = sum;
+  }
+}
+
+void accumulate(const Launch& launch,
+                Accumulate mode,
+                float* accumulator,
+                DType gradient_dtype,
+                const void* gradient,
+                std::int64_t numel,
+                float weight,
+                double* sum_of_squares) {
+  const Loops& loop = loops();
+  const bool with_norm = sum_of_squares != nullptr;
+  const ChunkMap map(1, [&](std::int64_t) { return numel; });
+  std::vector<double> sums(with_norm ? map.chunks() : 0);
+  map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
+    const double sum = loop.accumulate(mode, accumulator, gradient_dtype, gradient, chunk.offset,
+                                       chunk.count, weight, with_norm);
+    if (with_norm) sums[number] = sum;
+  });
+  if (!with_norm) return;
+  *sum_of_squares = 0;
+  for (const double sum : sums) *sum_of_squares += sum;
+}
+
+void adamw(const Launch& launch,
+           const AdamArrays& arrays,
+           const AdamSegment* segments,
+           std::int64_t num_segments,
+           const AdamSettings& settings) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const AdamSegment& segment = segments[chunk.span];
+    loop.adamw(arrays, segment.begin + chunk.offset, chunk.count,
+               adam_constants(settings, segment.lr, segment.weight_decay), settings.decoupled);
+  });
+}
+
+void sgd(const Launch& launch,
+         const SgdArrays& arrays,
+         const SgdSegment* segments,
+         std::int64_t num_segments,
+         const SgdSettings& settings) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const SgdSegment& segment = segments[chunk.span];
+    loop.sgd(arrays, segment.begin + chunk.offset, chunk.count,
+             sgd_constants(settings, segment.lr, segment.weight_decay));
+  });
+}
+
+void pack(const Launch& launch,
+          DType source_dtype,
+          DType target_dtype,
+          const PackPiece* pieces,
+          std::int64_t num_pieces,
+          float scale) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_pieces, [&](std::int64_t p) { return pieces[p].numel; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const PackPiece& piece = pieces[chunk.span];
+    loop.pack(source_dtype, target_dtype, piece.source, piece.target, chunk.offset, chunk.count,
+              scale);
+  });
+}
+
+}  // namespace poise::kernels::cpu
+
+namespace poise::kernels {
+
+std::uint32_t stream_read(const Launch& launch, const float* array, std::int64_t numel) {
+  const cpu::Loops& loop = cpu::loops();
+  const ChunkMap map(1, [&](std::int64_t) { return numel; });
+  std::vector<std::uint32_t> words(map.chunks());
+  map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
+    words[number] = loop.stream_read(array, chunk.offset, chunk.count);
+  });
+  std::uint32_t bits = 0;
+  for (const std::uint32_t word : words) bits ^= word;
+  return bits;
+}
+
+void stream_update(const Launch& launch, const AdamArrays& arrays, std::int64_t numel) {
+  const cpu::Loops& loop = cpu::loops();
+  const ChunkMap map(1, [&](std::int64_t) { return numel; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    loop.stream_update(arrays, chunk.offset, chunk.count);
+  });
+}
+
+}  // namespace poise::kernels

@@ -1,0 +1,59 @@
+// The CPU loops of one chunk or span, compiled once per instruction set. The files named in
+// CMakeLists.txt's poise_isa_sources() are compiled several times with POISE_ISA set to the
+// namespace that holds that copy.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/accumulate.h"
+#include "kernels/adamw.h"
+#include "kernels/isa.h"
+#include "kernels/norm.h"
+#include "kernels/sgd.h"
+
+namespace poise::kernels::cpu {
+
+// The copies of one instruction set.
+struct Loops {
+  // The square sum of one chunk.
+  double (*squared_norm)(DType, const void* base, std::int64_t begin, std::int64_t count);
+  // One chunk; returns the square sum of the new accumulator where `with_norm`.
+  double (*accumulate)(Accumulate,
+                       float* accumulator,
+                       DType,
+                       const void* gradient,
+                       std::int64_t begin,
+                       std::int64_t count,
+                       float weight,
+                       bool with_norm);
+  void (*adamw)(const AdamArrays&,
+                std::int64_t begin,
+                std::int64_t count,
+                const AdamConstants&,
+                bool decoupled);
+  void (*sgd)(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
+  void (*pack)(DType source_dtype,
+               DType target_dtype,
+               const void* source,
+               void* target,
+               std::int64_t begin,
+               std::int64_t count,
+               float scale);
+  std::uint32_t (*stream_read)(const float* array, std::int64_t begin, std::int64_t count);
+  void (*stream_update)(const AdamArrays&, std::int64_t begin, std::int64_t count);
+};
+
+namespace baseline {
+extern const Loops kLoops;
+}
+namespace avx2 {
+extern const Loops kLoops;
+}
+namespace avx512 {
+extern const Loops kLoops;
+}
+
+// Those of active_isa().
+const Loops& loops();
+
+}  // namespace poise::kernels::cpu

@@ -1,0 +1,8 @@
+// This instruction set's entry points.
+#include "kernels/cpu/isa_loops.h"
+
+namespace poise::kernels::cpu::POISE_ISA {
+
+const Loops kLoops = {squared_norm, accumulate, adamw, sgd, pack, stream_read, stream_update};
+
+}  // namespace poise::kernels::cpu::POISE_ISA

@@ -1,0 +1,86 @@
+// The entrances to the kernels: settings are checked and rounded here, then a back end does the work.
+#include <cmath>
+
+#include "kernels/backends.h"
+#include "poise/error.h"
+
+namespace poise::kernels {
+
+void squared_norms(const Launch& launch,
+                   DType dtype,
+                   const void* base,
+                   const Piece* pieces,
+                   std::int64_t num_pieces,
+                   double* out) {
+  POISE_CHECK(num_pieces >= 0);
+  POISE_KERNEL_DISPATCH(launch, squared_norms, launch, dtype, base, pieces, num_pieces, out)
+}
+
+void accumulate(const Launch& launch,
+                Accumulate mode,
+                float* accumulator,
+                DType gradient_dtype,
+                const void* gradient,
+                std::int64_t numel,
+                float weight,
+                double* sum_of_squares) {
+  POISE_CHECK(numel >= 0);
+  POISE_KERNEL_DISPATCH(launch, accumulate, launch, mode, accumulator, gradient_dtype, gradient,
+                        numel, weight, sum_of_squares)
+}
+
+AdamConstants adam_constants(const AdamSettings& settings, double lr, double weight_decay) {
+  POISE_CHECK(settings.step >= 1, "updates are counted from 1");
+  const auto step = static_cast<double>(settings.step);
+  const double correction1 = 1.0 - std::pow(settings.beta1, step);
+  const double correction2 = 1.0 - std::pow(settings.beta2, step);
+  AdamConstants constants{};
+  constants.factor = static_cast<float>(settings.factor);
+  constants.beta1 = static_cast<float>(settings.beta1);
+  constants.rest1 = static_cast<float>(1.0 - settings.beta1);
+  constants.beta2 = static_cast<float>(settings.beta2);
+  constants.rest2 = static_cast<float>(1.0 - settings.beta2);
+  constants.root_correction = static_cast<float>(1.0 / std::sqrt(correction2));
+  constants.eps = static_cast<float>(settings.eps);
+  constants.step_size = static_cast<float>(lr / correction1);
+  constants.keep = static_cast<float>(1.0 - lr * weight_decay);
+  constants.l2 = static_cast<float>(weight_decay);
+  return constants;
+}
+
+void adamw(const Launch& launch,
+           const AdamArrays& arrays,
+           const AdamSegment* segments,
+           std::int64_t num_segments,
+           const AdamSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, adamw, launch, arrays, segments, num_segments, settings)
+}
+
+SgdConstants sgd_constants(const SgdSettings& settings, double lr, double weight_decay) {
+  return SgdConstants{static_cast<float>(settings.factor), static_cast<float>(weight_decay),
+                      static_cast<float>(settings.momentum), static_cast<float>(lr),
+                      settings.nesterov};
+}
+
+void sgd(const Launch& launch,
+         const SgdArrays& arrays,
+         const SgdSegment* segments,
+         std::int64_t num_segments,
+         const SgdSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_CHECK(arrays.momentum != nullptr || settings.momentum == 0);
+  POISE_KERNEL_DISPATCH(launch, sgd, launch, arrays, segments, num_segments, settings)
+}
+
+void pack(const Launch& launch,
+          DType source_dtype,
+          DType target_dtype,
+          const PackPiece* pieces,
+          std::int64_t num_pieces,
+          float scale) {
+  POISE_CHECK(num_pieces >= 0);
+  POISE_KERNEL_DISPATCH(launch, pack, launch, source_dtype, target_dtype, pieces, num_pieces, scale)
+}
+
+}  // namespace poise::kernels
