@@ -1,7 +1,8 @@
 # Decides whether the CUDA kernels are compiled: POISE_WITH_CUDA. Otherwise the no_cuda twins are.
 set(POISE_WITH_CUDA OFF)
 if(NOT POISE_CUDA STREQUAL "OFF")
-  find_program(POISE_NVCC nvcc HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
+  # Only where the user points: a toolkit that merely lies around is not taken.
+  find_program(POISE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
   if(POISE_NVCC AND EXISTS "${POISE_TORCH_DIR}/lib/libtorch_cuda.so")
     set(POISE_WITH_CUDA ON)
   elseif(POISE_CUDA STREQUAL "ON")

@@ -14,8 +14,7 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise import _C  # noqa: E402  (after the check)
-from poise._C import Bug, Error  # noqa: E402
+from poise._C import Bug, Error  # noqa: E402  (after the check)
 
 __version__ = _build.version
 

@@ -6,11 +6,13 @@ compared first.
 
 from __future__ import annotations
 
-REBUILD = "pip install . --no-build-isolation --force-reinstall --no-deps (in poise's source folder)"
+REBUILD = (
+    "pip install . --no-build-isolation --force-reinstall --no-deps (in poise's source folder)"
+)
 
 
 def release_of(version: str) -> str:
-    """"2.11.0+cu130" and "2.11.0" are the same release: "2.11.0"."""
+    """Drops the build tag: 2.11.0+cu130 and 2.11.0 are the same release."""
     return version.split("+", 1)[0]
 
 
@@ -27,8 +29,8 @@ def check_torch(
     """
     if release_of(running) != release_of(built_with):
         raise ImportError(
-            f"[poise] poise was built with torch {built_with} and is imported under torch {running}; "
-            f"install torch {built_with}, or rebuild: {REBUILD}"
+            f"[poise] poise was built with torch {built_with} and is imported under "
+            f"torch {running}; install torch {built_with}, or rebuild: {REBUILD}"
         )
     if built_with_cuda and running_cuda is None:
         raise ImportError(

@@ -4,11 +4,10 @@ import logging
 import subprocess
 import sys
 
+import poise
 import pytest
 import torch
-
-import poise
-from poise import _build, _C
+from poise import _C, _build
 from poise._torch_check import check_torch
 
 
@@ -55,7 +54,9 @@ def test_built_torch_is_this_torch():
 
 
 def test_another_torch_is_refused_with_both_versions():
-    with pytest.raises(ImportError, match=r"built with torch 2\.11\.0 .*under torch 2\.9\.1\+cpu.*pip install"):
+    with pytest.raises(
+        ImportError, match=r"built with torch 2\.11\.0 .*under torch 2\.9\.1\+cpu.*pip install"
+    ):
         check_torch("2.11.0", "2.9.1+cpu")
     check_torch("2.11.0", "2.11.0+cu130")
 

@@ -1,0 +1,67 @@
+# The commands of the README. Everything is built under build/, everything written goes to out/.
+#   YES=1 does not ask before installing; TORCH_INDEX= chooses another wheel source;
+#   PRESET=cuda or asan builds that preset of CMakePresets.json; JOBS= limits parallel compilers.
+PRESET ?= cpu
+# A compiler on torch's headers takes up to 2 GB.
+JOBS ?= $(shell awk -v cores="$$(nproc)" '/MemAvailable/ {jobs = int($$2 / 2000000); print jobs < 1 ? 1 : jobs < cores ? jobs : cores}' /proc/meminfo)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.SILENT:
+.PHONY: help setup build test demo bench stubs lint format clean
+
+# The base folder makes ccache's paths relative: another build folder or clone finds the same objects.
+export CCACHE_BASEDIR := $(CURDIR)
+# Which python, and its folder first on the PATH: written by setup/prepare.sh.
+environment := . build/setup/environment; export PYTHONPATH="$(CURDIR)/build/$(PRESET)/python"
+
+help:
+	echo "make demo   trains a small model several ways, prints a table, writes out/demo/report.html"
+	echo "make test   builds everything and runs all C++ and Python tests"
+	echo "make bench  measures what the README claims, writes out/bench/bench.jsonl"
+	echo "make build | lint | format | clean"
+
+setup:
+	setup/prepare.sh
+
+build: setup
+	$(environment)
+	SECONDS=0
+	cmake --preset $(PRESET) --log-level=WARNING
+	cmake --build --preset $(PRESET) --parallel $(JOBS)
+	echo "build: ready in $$SECONDS s (build/$(PRESET))"
+
+test: build
+	$(environment)
+	PRESET=$(PRESET) JOBS=$(JOBS) tests/run.sh
+
+demo: build
+	$(environment)
+	python -m poise.demo
+
+bench: build
+	$(environment)
+	python -m poise bench
+
+# Writes the type stubs of the extension anew; a test compares them with the committed ones.
+stubs: build
+	$(environment)
+	pybind11-stubgen poise._C --output-dir python
+	ruff format --isolated --line-length 100 python/poise/_C.pyi
+
+lint: setup
+	$(environment)
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format --dry-run --Werror
+	ruff check .
+	ruff format --check .
+	echo "lint: clean"
+
+format: setup
+	$(environment)
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs clang-format -i
+	ruff check --fix .
+	ruff format .
+
+clean:
+	rm -rf build out

@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Makes a fresh Debian or Ubuntu machine ready to build and test poise: says what is missing, what
+# it costs, then installs it. Costs a second when nothing is missing. The makefile runs it first.
+#   YES=1            do not ask
+#   TORCH_INDEX=URL  take the torch wheel from this index (for example a CPU-only one)
+#   PYTHON=python3   the interpreter that a new .venv is made with
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch_low=$(sed -n 's/^set(POISE_TORCH_MIN "\(.*\)").*/\1/p' cmake/torch.cmake)
+torch_high=$(sed -n 's/^set(POISE_TORCH_MAX "\(.*\)").*/\1/p' cmake/torch.cmake)
+base_python=${PYTHON:-python3}
+
+stop() { echo "[setup] $*" >&2; exit 1; }
+
+# Debian packages that are not there. The Python ones count only where the interpreter lacks the thing.
+missing_packages() {
+  local package
+  while read -r package; do
+    dpkg -s "$package" >/dev/null 2>&1 || echo "$package"
+  done < setup/packages.txt
+  command -v "$base_python" >/dev/null || { echo python3 python3-venv python3-dev; return; }
+  "$base_python" -c 'import venv, ensurepip' 2>/dev/null || echo python3-venv
+  "$base_python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || echo python3-dev
+}
+
+# The active environment, if its torch fits; else ours.
+fitting_python() {
+  local candidate
+  for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} ${CONDA_PREFIX:+"$CONDA_PREFIX/bin/python"} python3; do
+    command -v "$candidate" >/dev/null || continue
+    if [ -n "$("$candidate" setup/missing.py torch "$torch_low" "$torch_high")" ]; then
+      "$candidate" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+}
+
+confirm() {  # "$1": what would be done
+  [ "${YES:-0}" = 1 ] && return
+  local answer=
+  read -r -p "$1 [y/N] " answer || stop "no answer: run it again with YES=1 to go on without asking"
+  case $answer in [yY]*) ;; *) stop "nothing was done" ;; esac
+}
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
+}
+
+# 1. What is missing.
+packages=
+if command -v dpkg >/dev/null; then
+  packages=$(missing_packages | tr '\n' ' ')
+else
+  echo "[setup] no dpkg here: make sure these are installed: $(tr '\n' ' ' < setup/packages.txt)"
+fi
+python=$(fitting_python)
+torch=
+wanted=any
+if [ -z "$python" ]; then
+  python=$PWD/.venv/bin/python
+  wanted=pinned
+  [ -x "$python" ] && [ -n "$("$python" setup/missing.py torch "$torch_low" "$torch_high")" ] || torch="torch==$torch_low"
+elif [ "$python" = "$PWD/.venv/bin/python" ]; then
+  wanted=pinned
+fi
+if [ -x "$python" ]; then
+  requirements=$("$python" setup/missing.py requirements setup/requirements.txt $wanted | tr '\n' ' ')
+else
+  requirements=$(sed -n 's/^\([a-z][^;]*\).*/\1/p' setup/requirements.txt | sort -u -t= -k1,1 | tr '\n' ' ')
+fi
+packages=${packages% } requirements=${requirements% }
+
+# 2. What it costs.
+if [ -n "$packages$torch$requirements" ]; then
+  echo "poise needs a few things on this machine:"
+  [ -z "$packages" ] || echo "  Debian packages: $packages (up to 150 MB to download, about 1 minute)"
+  if [ -n "$torch" ]; then
+    if [ -n "${TORCH_INDEX:-}" ]; then
+      echo "  $torch from TORCH_INDEX into .venv (0.2 GB to download for a CPU wheel, 2.5 GB for a CUDA one)"
+    else
+      echo "  $torch into .venv (with its CUDA libraries about 2.5 GB to download, 5 GB on disk; 2 to 10 minutes."
+      echo "    TORCH_INDEX=<index of CPU wheels> makes that 0.2 GB)"
+    fi
+  fi
+  [ -z "$requirements" ] || echo "  Python packages into $(dirname "$(dirname "$python")"): $requirements (up to 60 MB, about 1 minute)"
+  [ -z "$packages" ] || [ "$(id -u)" = 0 ] || echo "  as root: apt-get install -y --no-install-recommends $packages"
+  [ "$(id -u)" = 0 ] || confirm "Install these now?"
+fi
+
+# 3. Install.
+if [ -n "$packages" ]; then
+  [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || stop "not root and no sudo: run the apt-get line above as root, then this again"
+  as_root apt-get update -q
+  # shellcheck disable=SC2086  # a list of words
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages
+fi
+if [ -n "$torch" ]; then
+  [ -x "$python" ] && "$python" -m pip --version >/dev/null 2>&1 || "$base_python" -m venv --clear .venv
+  "$python" -m pip install --progress-bar off ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
+  requirements=$("$python" setup/missing.py requirements setup/requirements.txt pinned | tr '\n' ' ')
+fi
+# shellcheck disable=SC2086
+[ -z "$requirements" ] || "$python" -m pip install --progress-bar off $requirements
+# Ubuntu 22.04 has an older cmake than the build asks for; a pip one goes first on the PATH.
+if ! PATH=$(dirname "$python"):$PATH cmake --version | "$python" -c 'import re, sys
+sys.exit(tuple(map(int, re.findall(r"\d+", sys.stdin.read())[:2])) < (3, 25))'; then
+  "$python" -m pip install --progress-bar off cmake==3.31.6
+fi
+
+# 4. Tell the makefile which interpreter it is.
+mkdir -p build/setup
+printf 'export POISE_SETUP_PYTHON=%q\nexport PATH=%q:$PATH\n' "$python" "$(dirname "$python")" > build/setup/environment
+echo "set-up: ready ($python, torch $("$python" setup/missing.py torch "$torch_low" "$torch_high"))"
