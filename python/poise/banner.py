@@ -1,0 +1,107 @@
+"""What a run is going to do, in numbers, before it does it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from poise.run_length import RunLength
+from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
+
+
+def banner(
+    model: nn.Module,
+    args: TrainingArguments,
+    run: RunLength,
+    settings: dict[str, Any],
+    examples: int | None,
+) -> list[str]:
+    """The lines; `settings` are the engine's."""
+    micro, accumulation = args.per_device_train_batch_size, args.accumulation
+    optimizer, policy = settings["optimizer"]["type"], settings["checkpointing"]["policy"]
+    return [
+        f"poise trains {type(getattr(model, '_orig_mod', model)).__name__} on {args.device}",
+        f"  micro-batch {micro} x accumulation {accumulation} x ranks 1 "
+        f"= global batch {micro * accumulation}",
+        f"  {_data(run, examples)}",
+        f"  {_parameters(model)}; {_precision(settings['precision'])}",
+        f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
+        f"  recomputed blocks: {policy}; memory budget: {_budget(args)}",
+    ]
+
+
+def warn_batch_norm(model: nn.Module, accumulation: int) -> None:
+    """BatchNorm is the one common layer whose result depends on how a batch is split."""
+    norms = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    if norms and accumulation > 1:
+        logger.warning(
+            "[trainer] %d BatchNorm layers (%s, ...) see micro-batches, not the global batch: with "
+            "accumulation %d the training is not that of one big batch; GroupNorm would be",
+            len(norms),
+            norms[0],
+            accumulation,
+        )
+
+
+class AttentionProbe(TorchFunctionMode):
+    """Notes which kernels torch chooses for scaled_dot_product_attention while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backends: set[str] = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            with torch._C.DisableTorchFunction():
+                choice = torch._fused_sdp_choice(*args, **kwargs)
+            self.backends.add(_backend_name(choice))
+        return function(*args, **kwargs)
+
+    def line(self) -> str | None:
+        if not self.backends:
+            return None
+        return f"  attention: scaled_dot_product_attention by {', '.join(sorted(self.backends))}"
+
+
+def _backend_name(choice: int) -> str:
+    names = {int(value): name for name, value in torch.nn.attention.SDPBackend.__members__.items()}
+    return names.get(int(choice), str(choice)).lower()
+
+
+def _data(run: RunLength, examples: int | None) -> str:
+    if run.updates_per_epoch is None:
+        return f"data of unknown length, {run.updates:,} updates"
+    samples = f"{examples:,} examples, " if examples is not None else ""
+    return (
+        f"{samples}{run.updates_per_epoch:,} updates an epoch, "
+        f"{run.updates:,} updates in {run.epochs} epochs"
+    )
+
+
+def _parameters(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return f"{trainable:,} of {sum(p.numel() for p in parameters):,} parameters are trained"
+
+
+def _precision(precision: dict[str, Any]) -> str:
+    forward, kept = precision["dtype"], precision["parameters"]
+    autocast = " (autocast)" if forward != "fp32" and precision["autocast"] else ""
+    return f"kept in {kept}, masters fp32, forward {forward}{autocast}"
+
+
+def _budget(args: TrainingArguments) -> str:
+    budget = args.memory_budget
+    return "none" if not budget else f"{budget:,} bytes" if isinstance(budget, int) else budget

@@ -1,0 +1,195 @@
+"""poise.Engine: one update of a torch.nn.Module from a window of micro-batches.
+
+A thin cover over the C++ engine: it names the model's tensors, finds its units, wraps what shall be
+recomputed, and turns what a loss function returns into the parts that the runtime weighs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from poise import _C, checkpointing, model_view
+from poise._C import Error, StepResult
+from poise.config import ConfigLike, read_config, settings_of
+from poise.loss import Count, loss_parts
+
+LossFn = Callable[[Any], Any]
+Parameter = str | torch.Tensor
+
+
+class Engine:
+    """Trains `model` by updates that are the same whatever the split of the global batch.
+
+    The parameters keep their identity, names and shapes, but live in memory of the engine from now
+    on, in the dtype of the configuration; their `.grad` stays empty (see `gradient`).
+
+    Args:
+      model: any module with trainable parameters.
+      config: settings, in any form that poise.config.read_config takes.
+      units: classes, class names or name patterns of the modules that belong together; None: the
+        entries of the model's largest list of blocks.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: ConfigLike = None, units: model_view.UnitChoice = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
+        self.model = model
+        self.config = read_config(config)
+        blocks = model_view.find_units(model, units)
+        parameters = model_view.named_parameters(model)
+        self._names = {id(parameter): name for name, parameter in reversed(parameters)}
+        self._engine = _C.Engine(
+            parameters,
+            model_view.named_buffers(model),
+            model_view.unit_parameters(model, blocks),
+            self.config,
+        )
+        self._recompute(blocks)
+
+    def step(
+        self,
+        window: Iterable[Any] | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        counts: Sequence[float] | None = None,
+        last: bool = False,
+    ) -> StepResult:
+        """One update.
+
+        Args:
+          window: the micro-batches of the update; without one, what `backward` accumulated is
+            applied.
+          loss_fn: gets a micro-batch and returns its loss (poise.loss.ALLOWED); None: the model
+            itself, called with the micro-batch, returns it.
+          counts: only for losses with several terms: the window's total count of the main loss and
+            of each term.
+          last: without a window: close it although it holds fewer micro-batches than configured.
+        """
+        if window is None:
+            return self._engine.step(last)
+        if isinstance(window, (torch.Tensor, Mapping)):
+            raise Error(
+                f"[engine] the window is one {type(window).__name__}; give the list of "
+                "micro-batches, for example engine.step([batch], loss_fn)"
+            )
+        batches = list(window)
+        loss_fn = loss_fn or self._call_model
+
+        def loss(index: int) -> tuple:
+            return loss_parts(loss_fn(batches[index]))
+
+        return self._engine.step_window(len(batches), loss, [float(n) for n in counts or ()])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, in the precision of the configuration."""
+        with self.forward_scope():
+            return self.model(*args, **kwargs)
+
+    def forward_scope(self) -> _C.ForwardScope:
+        """`with engine.forward_scope():` for a forward that is not just `engine(...)`."""
+        return self._engine.forward_scope()
+
+    def backward(self, loss: Any, tokens: Count = None) -> None:
+        """Accumulates the gradient of one micro-batch.
+
+        Args:
+          loss: what a loss function may return.
+          tokens: how many tokens (or samples) a mean without a count of its own counted.
+        """
+        self._engine.backward(loss_parts(loss, tokens))
+
+    def is_boundary(self) -> bool:
+        """Whether the window holds as many micro-batches as configured: `step` is due."""
+        return self._engine.is_boundary()
+
+    def begin_window(self, counts: Sequence[float]) -> None:
+        """Gives the counts of a window before its first forward: losses with several terms."""
+        self._engine.begin_window([float(n) for n in counts])
+
+    def discard_window(self) -> None:
+        """Drops what was accumulated since the last step."""
+        self._engine.discard_window()
+
+    def begin_update(self) -> None:
+        """Sums the window up, so that `gradient` can be read and written before `step`."""
+        self._engine.begin_update()
+
+    def gradient(self, parameter: Parameter) -> torch.Tensor:
+        """The window's mean gradient: unscaled, unclipped, fp32; after begin_update."""
+        return self._engine.gradient(self._name_of(parameter))
+
+    def master(self, parameter: Parameter) -> torch.Tensor:
+        """The fp32 values of a parameter."""
+        return self._engine.master(self._name_of(parameter))
+
+    def refresh(self, parameter: Parameter) -> None:
+        """Says that a parameter was edited through `.data`; other edits are noticed."""
+        self._engine.refresh(self._name_of(parameter))
+
+    def memory(self) -> dict[str, Any]:
+        """The ledger: bytes now and at the peak, in total and by account."""
+        return self._engine.memory()
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the units, in canonical order."""
+        return self._engine.units
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self._engine.learning_rate
+
+    @property
+    def loss_scale(self) -> float:
+        return self._engine.loss_scale
+
+    @property
+    def updates(self) -> int:
+        """Applied updates; the schedule counts these."""
+        return self._engine.updates
+
+    @property
+    def skipped_updates(self) -> int:
+        return self._engine.skipped_updates
+
+    @property
+    def micro_batches(self) -> int:
+        """In the open window."""
+        return self._engine.micro_batches
+
+    def _name_of(self, parameter: Parameter) -> str:
+        if isinstance(parameter, str):
+            return model_view.plain_name(parameter)
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise Error("[engine] this tensor is no parameter of the model; give one, or its name")
+        return name
+
+    def _call_model(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self.model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return self.model(*batch)
+        return self.model(batch)
+
+    def _recompute(self, blocks: list[tuple[str, nn.Module]]) -> None:
+        policy = settings_of(self.config)["checkpointing"]
+        if policy["policy"] == "none":
+            return
+        if model_view.is_compiled(self.model):
+            raise Error(
+                f"[engine] checkpointing {policy['policy']} around blocks of a model compiled as a "
+                "whole would be traced through and lost; compile the blocks instead, or set "
+                "checkpointing to none"
+            )
+        names = policy["units"] or [name for name, _ in blocks] or None
+        handle = checkpointing.apply(self.model, policy["policy"], policy["n"], names)
+        weakref.finalize(self, handle.remove).atexit = False

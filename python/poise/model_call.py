@@ -1,0 +1,119 @@
+"""A Trainer's batch goes through the model and comes back as a weighed loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from poise._C import Error
+from poise.data import count_targets
+from poise.loss import Count, Loss, as_loss
+
+LABELS = ("labels", "label", "label_ids")
+
+
+class ModelCall:
+    """Calls the model, finds the loss in what it returns, and counts what the loss is a mean over.
+
+    Args:
+      model: called with **batch, *batch or batch, by the type of the batch.
+      compute_loss_func: gets (outputs, labels); returns what a loss function may return.
+      shift_labels: whether the model compares position t with label t + 1, so that the first label
+        of each row counts for nothing; None: causal language models, by their class name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss_func: Callable[..., Any] | None = None,
+        shift_labels: bool | None = None,
+    ) -> None:
+        self._model = model
+        self._compute_loss = compute_loss_func
+        self._takes_items = _takes(compute_loss_func, "num_items_in_batch")
+        self.shift_labels = _is_causal(model) if shift_labels is None else shift_labels
+
+    def __call__(self, batch: Any) -> Loss:
+        loss = self._loss(batch)
+        if loss.count is None and loss.kind == "mean":
+            loss.count = self.count(batch)
+        return loss
+
+    def count(self, batch: Any) -> Count:
+        """Labels that count, without waiting for the device; without labels: samples."""
+        labels = _labels(batch)
+        if labels is None or labels.is_floating_point() or labels.dim() == 0:
+            return _samples(batch)
+        return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
+
+    def _loss(self, batch: Any) -> Loss:
+        if self._compute_loss is None:
+            return _loss_in(_call(self._model, batch))
+        labels = _labels(batch)
+        outputs = _call(self._model, _without_labels(batch))
+        # None asks functions written for transformers for a mean; the engine does the rest.
+        extra = {"num_items_in_batch": None} if self._takes_items else {}
+        return as_loss(self._compute_loss(outputs, labels, **extra))
+
+
+def _without_labels(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name not in LABELS}
+    return batch[:-1] if _labels(batch) is not None else batch
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def _loss_in(outputs: Any) -> Loss:
+    """Models return (loss, logits, ...) too, which a loss function may not."""
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], torch.Tensor):
+        if outputs[0].numel() == 1 and not (len(outputs) == 2 and _is_number(outputs[1])):
+            return Loss(outputs[0])
+        outputs = tuple(outputs)
+    if isinstance(outputs, torch.Tensor) and outputs.numel() != 1:
+        raise Error(
+            f"[trainer] the model returned a tensor of shape {tuple(outputs.shape)}, not a loss; "
+            "return the loss from forward, or give compute_loss_func"
+        )
+    return as_loss(outputs)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _labels(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
+    else:
+        found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _samples(batch: Any) -> Count:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = [batch] if isinstance(batch, torch.Tensor) else values
+    sizes = (v.shape[0] for v in values if isinstance(v, torch.Tensor) and v.dim() > 0)
+    return next(sizes, None)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    name = type(getattr(model, "_orig_mod", model)).__name__
+    return "CausalLM" in name or "LMHead" in name
+
+
+def _takes(function: Callable[..., Any] | None, name: str) -> bool:
+    if function is None:
+        return False
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,112 @@
+"""A torch.nn.Module as the engine sees it: parameters and buffers by name, and its units."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from poise._C import Error
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+Units = list[tuple[str, list[str]]]
+UnitChoice = Sequence[str | type] | None
+
+COMPILED = "_orig_mod."  # what torch.compile puts in front of the names of a module it wraps
+
+
+def plain_name(name: str) -> str:
+    """The name without torch.compile's prefixes: the same with and without it."""
+    return name.replace(COMPILED, "")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the whole model was compiled, by torch.compile(model) or model.compile()."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def named_parameters(model: nn.Module) -> NamedTensors:
+    """All parameters; a tied one comes under each of its names."""
+    return [(plain_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+
+
+def named_buffers(model: nn.Module) -> NamedTensors:
+    return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
+
+
+def find_units(model: nn.Module, units: UnitChoice = None) -> list[tuple[str, nn.Module]]:
+    """The modules that are kept, gathered and recomputed as one, in order of their names.
+
+    Args:
+      model: any module.
+      units: classes, class names or shell patterns of module names; None: the model's repeated
+        blocks.
+    """
+    if units is None:
+        return _repeated_blocks(model)
+    found = [
+        (plain_name(name), m)
+        for name, m in model.named_modules()
+        if name and _chosen(name, m, units)
+    ]
+    found = _outermost(found)
+    if not found and len(units):
+        wanted = ", ".join(u if isinstance(u, str) else u.__name__ for u in units)
+        classes = sorted({type(m).__name__ for m in model.modules()})
+        raise Error(
+            f"[engine] no module of the model is a unit {wanted}; its classes are "
+            f"{', '.join(classes)}"
+        )
+    return found
+
+
+def unit_parameters(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> Units:
+    """The parameters of each unit by name; one that several units use lives in the first."""
+    owner: dict[int, int] = {}
+    names: Units = [(name, []) for name, _ in units]
+    for index, (_, module) in enumerate(units):
+        for parameter in module.parameters():
+            owner.setdefault(id(parameter), index)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in owner:
+            names[owner[id(parameter)]][1].append(plain_name(name))
+    return [unit for unit in names if unit[1]]
+
+
+def _chosen(name: str, module: nn.Module, units: Sequence[str | type]) -> bool:
+    for unit in units:
+        if isinstance(unit, type):
+            if isinstance(module, unit):
+                return True
+        elif type(module).__name__ == unit or fnmatch.fnmatchcase(plain_name(name), unit):
+            return True
+    return False
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    names = [name for name, _ in found]
+    return [(n, m) for n, m in found if not any(n.startswith(f"{other}.") for other in names)]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Entries of the list that holds most parameters; lists of one class before mixed ones."""
+    best: tuple[bool, int] = (False, 0)
+    blocks: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        same_class = len({type(child) for child in module}) == 1
+        rank = (same_class, _numel(module))
+        if rank > best and rank[1] > 0:
+            best = rank
+            prefix = plain_name(f"{name}." if name else "")
+            blocks = [
+                (f"{prefix}{child_name}", child) for child_name, child in module.named_children()
+            ]
+    return blocks

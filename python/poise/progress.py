@@ -1,0 +1,69 @@
+"""The live bar of a run, and log lines that do not break it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from poise._C import StepResult
+
+GIB = 1 << 30
+
+
+class Progress:
+    """A bar over updates: loss, learning rate, gradient norm, tokens/s, memory.
+
+    While it is open, log lines for the terminal (those of the C++ core come through the logger
+    "poise") are written above the bar, and notes are shown although Python hides them by default.
+
+    Args:
+      total: updates of the run.
+      disable: no bar; None: only where standard error is no terminal.
+    """
+
+    def __init__(self, total: int, disable: bool | None = None) -> None:
+        self._open = contextlib.ExitStack()
+        self._bar = self._open.enter_context(
+            tqdm(total=total, disable=disable, unit="update", dynamic_ncols=True, file=sys.stderr)
+        )
+        if not self._bar.disable:
+            self._open.enter_context(logging_redirect_tqdm())
+            self._open.enter_context(_notes_shown())
+
+    def update(self, result: StepResult, tokens_per_second: float) -> None:
+        fields = {
+            "loss": f"{result.loss:.4f}",
+            "lr": f"{result.lr:.2e}",
+            "norm": f"{result.grad_norm:.3f}",
+            "tok/s": f"{tokens_per_second:,.0f}",
+            "mem": f"{result.peak_bytes / GIB:.2f}GiB",
+        }
+        if result.skipped:
+            fields["skipped"] = str(result.skipped)
+        self._bar.set_postfix(fields, refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _notes_shown():
+    logger = logging.getLogger("poise")
+    level = logger.level
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

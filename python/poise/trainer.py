@@ -1,0 +1,216 @@
+"""poise.Trainer: a whole run from a model, arguments and datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poise import banner, evaluation, model_view, trainer_data
+from poise._C import Error, StepResult
+from poise.config import settings_of
+from poise.data import WindowIterator
+from poise.engine import Engine
+from poise.loss import Loss
+from poise.metrics_log import MetricsLog
+from poise.model_call import ModelCall
+from poise.profiling import Profiling
+from poise.progress import Progress
+from poise.run_length import RunLength
+from poise.run_log import RunLog
+from poise.schedule_arguments import updates_of
+from poise.training_arguments import TrainingArguments
+
+
+class TrainOutput(NamedTuple):
+    """What a run comes to: updates, mean loss over them, metrics by name."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains a model; names as in transformers' Trainer.
+
+    Args:
+      model: returns the loss from forward (a scalar, a tuple that begins with it, an output with
+        .loss), or anything that compute_loss_func makes a loss of.
+      args: None: all defaults.
+      data_collator: makes a batch of a list of samples.
+      train_dataset: a dataset, or a DataLoader.
+      eval_dataset: the same for evaluate().
+      compute_loss_func: (outputs, labels) -> a mean, (mean, n) or poise.Loss.
+      callbacks: objects with methods of poise.callbacks.TrainerCallback.
+      units: as in poise.Engine.
+      shift_labels: as in poise.model_call.ModelCall.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        compute_loss_func: Callable[..., Any] | None = None,
+        callbacks: list[Any] | None = None,
+        units: model_view.UnitChoice = None,
+        shift_labels: bool | None = None,
+    ) -> None:
+        self.args = args if args is not None else TrainingArguments()
+        self.model = model.to(self.args.device)
+        self.data_collator = data_collator
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.callbacks = list(callbacks or [])
+        self.engine: Engine | None = None  # of the last train()
+        self._units = units
+        self._call = ModelCall(model, compute_loss_func, shift_labels)
+        self._check_eval_dataset()
+
+    def train(self) -> TrainOutput:
+        """Trains from the model's present values to the end of the run.
+
+        Ctrl-C ends it between two micro-batches: the open window is dropped, files are closed, and
+        KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it, unless
+        on_nonfinite says skip.
+        """
+        if self.train_dataset is None:
+            raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
+        args, folder = self.args, Path(self.args.output_dir)
+        windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
+        run = RunLength.of(trainer_data.batches_per_epoch(self.train_dataset, args), args)
+        _seed_everything(args.seed)
+        self.engine = None  # the memory of an earlier run goes first
+        self.engine = Engine(self.model, args.to_config(run.updates), self._units)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(windows))
+            bar = stack.enter_context(Progress(run.updates, args.disable_tqdm))
+            metrics = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
+            self._say(
+                banner.banner(
+                    self.model,
+                    args,
+                    run,
+                    settings_of(self.engine.config),
+                    trainer_data.examples(self.train_dataset),
+                )
+            )
+            banner.warn_batch_norm(self.model, args.accumulation)
+            log = RunLog(args, run, metrics, bar, self.callbacks)
+            profiling = stack.enter_context(
+                contextlib.closing(Profiling(args.profile_steps, folder))
+            )
+            self._loop(windows, log, profiling)
+        return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
+
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss over a dataset, weighed by tokens."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise Error(
+                "[trainer] there is no eval_dataset; give one to poise.Trainer or to evaluate()"
+            )
+        loader = trainer_data.eval_batches(dataset, self.args, self.data_collator)
+        return evaluation.evaluate(
+            self.model, loader, self._loss, self._forward_scope, metric_key_prefix
+        )
+
+    def _loop(self, windows: WindowIterator, log: RunLog, profiling: Profiling) -> None:
+        self.model.train()
+        log.event("on_train_begin", model=self.model)
+        epoch = None
+        for window in windows:
+            if windows.epoch != epoch:
+                if epoch is not None:
+                    self._end_epoch(log)
+                epoch = windows.epoch
+                log.event("on_epoch_begin")
+            self._update(window, log, profiling)
+            if not log.running():
+                break
+        self._end_epoch(log)
+        log.event("on_train_end")
+
+    def _end_epoch(self, log: RunLog) -> None:
+        log.event("on_epoch_end")
+        if self.args.eval_strategy == "epoch":
+            self._evaluate_and_log(log)
+
+    def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> None:
+        update = log.state.global_step + 1
+        profiling.before(update)
+        log.event("on_step_begin")
+        result = self._step(window, first=update == 1)
+        profiling.after(update)
+        log.update(result)
+        if self.args.eval_strategy == "steps" and update % self._eval_every(log) == 0:
+            log.control.should_evaluate = True
+        if log.control.should_evaluate:
+            log.control.should_evaluate = False
+            self._evaluate_and_log(log)
+
+    def _step(self, window: list[Any], first: bool) -> StepResult:
+        if not first or model_view.is_compiled(self.model):
+            return self.engine.step(window, self._loss)
+        probe = banner.AttentionProbe()
+
+        def probed(batch: Any) -> Loss:
+            with probe:
+                return self._loss(batch)
+
+        result = self.engine.step(window, probed)
+        self._say([line] if (line := probe.line()) else [])
+        return result
+
+    def _loss(self, batch: Any) -> Loss:
+        return self._call(trainer_data.to_device(batch, self.args.device))
+
+    def _forward_scope(self) -> contextlib.AbstractContextManager:
+        """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
+        if self.engine is not None:
+            return self.engine.forward_scope()
+        dtype = self.args.autocast_dtype
+        return torch.autocast(
+            self.args.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
+        )
+
+    def _evaluate_and_log(self, log: RunLog) -> None:
+        metrics = self.evaluate()
+        log.write(metrics)
+        log.event("on_evaluate", metrics=metrics)
+
+    def _eval_every(self, log: RunLog) -> int:
+        every = (
+            self.args.eval_steps if self.args.eval_steps is not None else self.args.logging_steps
+        )
+        return max(1, updates_of(every, log.state.max_steps))
+
+    def _check_eval_dataset(self) -> None:
+        if self.args.eval_strategy != "no" and self.eval_dataset is None:
+            raise Error(
+                f"[trainer] eval_strategy is {self.args.eval_strategy}, but there is no "
+                "eval_dataset; give one to poise.Trainer"
+            )
+
+    def _say(self, lines: list[str]) -> None:
+        if self.args.disable_tqdm is not True:
+            for line in lines:
+                print(line, file=sys.stderr)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

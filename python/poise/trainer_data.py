@@ -1,0 +1,97 @@
+"""The batches of a Trainer: the windows of its training data, and the batches of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from poise._C import Error
+from poise.data import WindowIterator
+from poise.training_arguments import TrainingArguments
+
+
+def train_windows(
+    dataset: Any, args: TrainingArguments, collate: Callable | None = None
+) -> WindowIterator:
+    """The windows of all epochs, without end; a DataLoader keeps its batches."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    order: dict[str, Any] = {"accumulation": args.accumulation, "seed": seed, "epochs": None}
+    if isinstance(dataset, DataLoader):
+        return WindowIterator(dataset, **order)
+    if not isinstance(dataset, IterableDataset):
+        _check_size(dataset)
+        order["shuffle"] = args.train_sampling_strategy == "random"
+    options = {"drop_last": args.dataloader_drop_last, **_options(args, collate)}
+    return WindowIterator(dataset, args.per_device_train_batch_size, **order, **options)
+
+
+def batches_per_epoch(dataset: Any, args: TrainingArguments) -> int | None:
+    """Micro-batches of one pass; None where the data does not say."""
+    if isinstance(dataset, DataLoader) and isinstance(dataset.dataset, IterableDataset):
+        return None
+    size = examples(dataset)
+    if size is None or isinstance(dataset, DataLoader):
+        return size if size is None else len(dataset)
+    micro_batches = size / args.per_device_train_batch_size
+    return math.floor(micro_batches) if args.dataloader_drop_last else math.ceil(micro_batches)
+
+
+def examples(dataset: Any) -> int | None:
+    """Samples of one pass; None where the data does not say."""
+    dataset = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def eval_batches(
+    dataset: Any, args: TrainingArguments, collate: Callable | None = None
+) -> DataLoader:
+    """Batches of an evaluation, in order, none dropped; a DataLoader is used as it is."""
+    if isinstance(dataset, DataLoader):
+        return dataset
+    return DataLoader(
+        dataset,
+        batch_size=args.per_device_eval_batch_size,
+        generator=torch.Generator(),  # starting workers must not move the model's dropout
+        **_options(args, collate),
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device; other values stay."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _options(args: TrainingArguments, collate: Callable | None) -> dict[str, Any]:
+    workers = args.dataloader_num_workers
+    return {
+        "collate_fn": collate,
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+        "prefetch_factor": args.dataloader_prefetch_factor if workers > 0 else None,
+    }
+
+
+def _check_size(dataset: Any) -> None:
+    size = examples(dataset)
+    if size is None:
+        raise Error(
+            f"[trainer] train_dataset is {type(dataset).__name__}, which has no length; give a "
+            "torch dataset, a list, an IterableDataset or a DataLoader"
+        )
+    if size == 0:
+        raise Error("[trainer] train_dataset is empty; give at least one sample")

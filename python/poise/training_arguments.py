@@ -1,0 +1,212 @@
+"""poise.TrainingArguments: the names and defaults of transformers, as far as their rooms exist.
+
+An argument that is not known is an error that names the nearest known one; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from poise import schedule_arguments
+from poise._C import Error
+from poise.profiling import Steps, read_steps
+
+logger = logging.getLogger("poise")
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw",
+    "adamw": "adamw",
+    "adam": "adam",
+    "sgd": "sgd",
+}
+OLD_NAMES = {
+    "warmup_ratio": "warmup_steps",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+}
+LATER = {  # prefix of arguments: what they wait for
+    "save_": "saving arrives with the state room",
+    "resume_from_checkpoint": "saving arrives with the state room",
+    "load_best_model_at_end": "saving arrives with the state room",
+    "fsdp": "several ranks arrive with the comm room",
+    "ddp_": "several ranks arrive with the comm room",
+    "deepspeed": "several ranks arrive with the comm room",
+}
+
+
+@dataclasses.dataclass
+class _Arguments:
+    output_dir: str = "trainer_output"
+
+    # Size of an update and of the run.
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    global_batch_size: int | None = None  # samples of one update; accumulation follows from it
+    num_train_epochs: float = 3.0
+    max_steps: int = -1  # updates; above 0 it decides instead of num_train_epochs
+
+    # Optimizer and schedule; the schedule counts applied updates.
+    optim: str = "adamw_torch_fused"
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0  # of matrices only, not of biases and norms
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0  # 0: no clipping
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: int | float = 0  # updates; in (0, 1): the part of the run
+
+    # Precision: fp32 parameters, a forward under autocast.
+    bf16: bool = False
+    fp16: bool = False
+    on_nonfinite: str = "stop"  # or "skip": a non-finite loss (or gradient, outside fp16)
+
+    # Memory.
+    memory_budget: int | str | None = None  # bytes, or "20GiB"
+    gradient_checkpointing: bool = False  # every block
+    checkpointing: str | Mapping | None = None  # a policy, or {"policy": "every_n", "n": 2}
+
+    # Log and evaluation.
+    logging_steps: int | float = 500  # updates; in (0, 1): the part of the run
+    logging_first_step: bool = False
+    disable_tqdm: bool | None = None  # None: a bar where standard error is a terminal
+    profile_steps: Steps = None  # "3-5": a trace of these updates
+    eval_strategy: str = "no"  # steps, epoch
+    eval_steps: int | None = None  # None: logging_steps
+
+    # Data and randomness.
+    seed: int = 42
+    data_seed: int | None = None  # None: seed
+    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    dataloader_prefetch_factor: int | None = None
+    train_sampling_strategy: str = "random"  # or sequential
+    use_cpu: bool = False
+
+
+class TrainingArguments(_Arguments):
+    """Settings of a Trainer; see the fields of transformers' class of that name."""
+
+    def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
+        if output_dir is not None:
+            arguments["output_dir"] = output_dir
+        super().__init__(**_known(arguments))
+        self._check()
+
+    @property
+    def device(self) -> torch.device:
+        cuda = torch.cuda.is_available() and not self.use_cpu
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one update."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        return self.global_batch_size // self.per_device_train_batch_size
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
+
+    def to_config(self, total_updates: int) -> dict[str, Any]:
+        """The engine's settings for a run of so many updates."""
+        return {
+            "batch": {
+                "micro_batch_size": self.per_device_train_batch_size,
+                "accumulation": self.accumulation,
+            },
+            "precision": {"dtype": "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"},
+            "optimizer": {
+                "type": OPTIMIZERS[self.optim],
+                "lr": self.learning_rate,
+                "beta1": self.adam_beta1,
+                "beta2": self.adam_beta2,
+                "eps": self.adam_epsilon,
+                "weight_decay": self.weight_decay,
+                "max_grad_norm": self.max_grad_norm,
+            },
+            "schedule": schedule_arguments.to_schedule(self, total_updates),
+            "checkpointing": self._checkpointing(),
+            "memory": {"budget_bytes": self.memory_budget or 0},
+            "engine": {"on_nonfinite": self.on_nonfinite, "seed": self.seed},
+        }
+
+    def _checkpointing(self) -> dict[str, Any]:
+        if isinstance(self.checkpointing, Mapping):
+            return dict(self.checkpointing)
+        if self.checkpointing is not None:
+            return {"policy": self.checkpointing}
+        return {"policy": "every_n", "n": 1} if self.gradient_checkpointing else {"policy": "none"}
+
+    def _check(self) -> None:
+        if self.bf16 and self.fp16:
+            raise Error("[trainer] bf16 and fp16 are both on; choose one")
+        _one_of("optim", self.optim, OPTIMIZERS)
+        _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
+        _one_of("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"))
+        schedule_arguments.check(self)
+        read_steps(self.profile_steps)
+        for name in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise Error(f"[trainer] {name} is {getattr(self, name)}; give 1 or more")
+        self._check_global_batch()
+
+    def _check_global_batch(self) -> None:
+        total, micro = self.global_batch_size, self.per_device_train_batch_size
+        if total is None:
+            return
+        if total < 1 or total % micro:
+            raise Error(
+                f"[trainer] global_batch_size is {total} and per_device_train_batch_size {micro}; "
+                "the first must be a multiple of the second"
+            )
+        if self.gradient_accumulation_steps not in (1, total // micro):
+            raise Error(
+                f"[trainer] gradient_accumulation_steps is {self.gradient_accumulation_steps}, but "
+                f"global_batch_size {total} in micro-batches of {micro} makes {total // micro}; "
+                "leave one out"
+            )
+
+
+def _known(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Old names become new ones; an unknown one is an error."""
+    names = [field.name for field in dataclasses.fields(_Arguments)]
+    known: dict[str, Any] = {}
+    for name, value in arguments.items():
+        new_name = OLD_NAMES.get(name, name)
+        if new_name != name:
+            logger.info("[trainer] %s is called %s now", name, new_name)
+        if new_name not in names:
+            raise Error(f"[trainer] unknown argument {name}; {_advice(name, names)}")
+        known[new_name] = value
+    return known
+
+
+def _advice(name: str, names: list[str]) -> str:
+    for prefix, reason in LATER.items():
+        if name.startswith(prefix):
+            return f"{reason}, leave it out until then"
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f"did you mean {nearest}?"
+
+
+def _one_of(name: str, value: Any, allowed: Any) -> None:
+    if value not in allowed:
+        raise Error(f"[trainer] {name} is {value!r}; use {', '.join(allowed)}")
