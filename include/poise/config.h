@@ -16,9 +16,10 @@ namespace config {
 enum class DType { fp32, bf16, fp16 };
 
 struct BatchPolicy {
-  std::int64_t micro_batch_size = 1;   // samples of one forward/backward
-  std::int64_t accumulation = 1;       // micro-batches of one update
-  std::int64_t global_batch_size = 0;  // samples of one update; 0: micro_batch_size x accumulation
+  std::int64_t micro_batch_size = 1;  // samples of one forward/backward
+  std::int64_t accumulation = 0;  // micro-batches of one update on a rank; 0: see accumulation()
+  std::int64_t global_batch_size =
+      0;  // samples of one update; 0: micro-batch x accumulation x ranks
 };
 
 enum class LossWeighting {
@@ -27,11 +28,11 @@ enum class LossWeighting {
 };
 
 struct PrecisionPolicy {
-  DType dtype = DType::fp32;        // type of the forward
-  DType parameters = DType::fp32;   // type the parameters are kept in; 16-bit ones get fp32 masters
-  bool autocast = true;             // torch autocast around forward where dtype is 16-bit
-  bool fp32_accumulation = true;    // accumulators of gradients; false: the parameters' type
-  double loss_scale = 0;            // fp16 only; 0: dynamic
+  DType dtype = DType::fp32;       // type of the forward
+  DType parameters = DType::fp32;  // type the parameters are kept in; 16-bit ones get fp32 masters
+  bool autocast = true;            // torch autocast around forward where dtype is 16-bit
+  bool fp32_accumulation = true;   // accumulators of gradients; false: the parameters' type
+  double loss_scale = 0;           // fp16 only; 0: dynamic
   double initial_loss_scale = 65536;
   double loss_scale_growth = 2;
   double loss_scale_backoff = 0.5;
@@ -55,8 +56,8 @@ struct OptimizerPolicy {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  double momentum = 0;    // sgd
-  bool nesterov = false;  // sgd
+  double momentum = 0;                  // sgd
+  bool nesterov = false;                // sgd
   std::string decay_rule = "matrices";  // matrices: only tensors of 2 or more dimensions; all
   double max_grad_norm = 1;             // global L2 norm; 0: no clipping
   std::vector<ParamGroup> groups;
@@ -74,7 +75,7 @@ struct SchedulePolicy {
 
 struct CheckpointingPolicy {
   std::string policy = "none";  // none, every_n, sqrt, first_m, list, selective
-  std::int64_t n = 1;           // every_n: every n-th unit is recomputed; first_m: the first n units
+  std::int64_t n = 1;  // every_n: every n-th unit is recomputed; first_m: the first n units
   std::vector<std::string> units;  // list: names (shell patterns)
 };
 
@@ -113,11 +114,21 @@ struct TrainPolicy {
   std::string output_dir = "out";
   std::int64_t max_updates = 100;
   std::int64_t log_every = 10;
-  std::int64_t validate_every = 0;     // 0: at the end only
+  std::int64_t validate_every = 0;  // 0: at the end only
   std::int64_t validation_batches = 8;
-  std::int64_t sample_bytes = 0;       // bytes of text generated at the end
+  std::int64_t sample_bytes = 0;              // bytes of text generated at the end
   std::vector<std::int64_t> profile_updates;  // [first, last]: a trace of these updates is written
 };
+
+// Micro-batches of one update on each of `ranks`: what was given, else global_batch_size /
+// (micro_batch_size x ranks), else 1. Throws Error where that does not divide or contradicts.
+POISE_API std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks = 1);
+
+// "20GiB", "512MiB", "1.5GB", "1048576" -> bytes; false where the text is none of these.
+POISE_API bool read_bytes(const std::string& text, std::int64_t& bytes);
+
+// docs/config.md: every key with its type, default, allowed values and meaning.
+POISE_API std::string reference();
 
 }  // namespace config
 
@@ -135,8 +146,10 @@ struct POISE_API Config {
 
   // Reads JSON (// and /* */ comments allowed). Throws Error naming key, value and what is allowed;
   // an unknown or repeated key names the nearest known one.
-  static Config from_json(const std::string& text);
-  static Config from_json_file(const std::string& path);
+  // `overrides`: "key=value" each, applied after the text, for example "optimizer.lr=1e-3".
+  static Config from_json(const std::string& text, const std::vector<std::string>& overrides = {});
+  static Config from_json_file(const std::string& path,
+                               const std::vector<std::string>& overrides = {});
 
   // Throws Error where values contradict each other. from_json calls it; call it for a Config
   // filled by hand.

@@ -1,0 +1,241 @@
+// The table of all settings. A new setting is a field in poise/config.h and a row here;
+// docs/config.md is then made anew with `poise config --reference`.
+#include "config/schema.h"
+
+#include "poise/error.h"
+
+namespace poise::config {
+namespace {
+
+using Ends = Range::Ends;
+
+constexpr std::int64_t kLargestCount = std::int64_t{1} << 30;  // products of two still fit
+
+// Path and accessor of a field from one spelling, so that they cannot disagree.
+#define POISE_FIELD(field) \
+#field, [](auto& owner) -> auto& { return owner.field; }
+
+template <class Owner, class Get, class T>
+Key<Owner> row(const char* path, Get get, Kind<T> kind, const char* doc) {
+  Key<Owner> key;
+  key.path = path;
+  key.type = kind.type;
+  key.allowed = kind.allowed;
+  key.doc = doc;
+  key.read = [get, kind](Owner& owner, const Json& value, const std::string& where) {
+    T decoded{};
+    if (!kind.decode(value, where, decoded)) {
+      fail("config", where, " is ", shown(value), "; allowed: ", kind.type,
+           kind.allowed.empty() ? "" : ", ", kind.allowed);
+    }
+    get(owner) = std::move(decoded);
+  };
+  key.write = [get, kind](const Owner& owner) { return kind.encode(get(owner)); };
+  return key;
+}
+
+template <class Get, class T>
+Key<Config> key(const char* path, Get get, Kind<T> kind, const char* doc) {
+  return row<Config>(path, get, std::move(kind), doc);
+}
+
+Kind<DType> dtype() {
+  return enumeration<DType>({{"fp32", DType::fp32}, {"bf16", DType::bf16}, {"fp16", DType::fp16}});
+}
+
+ParamGroup read_group(const Json& value, const std::string& path) {
+  ParamGroup group;
+  for (const auto& [name, inner] : value.items()) {
+    const Key<ParamGroup>* found = nullptr;
+    std::vector<std::string> known;
+    for (const auto& candidate : group_keys()) {
+      known.push_back(path + "." + candidate.path);
+      if (candidate.path == name) found = &candidate;
+    }
+    if (found == nullptr) fail_unknown(path + "." + name, known);
+    found->read(group, inner, path + "." + name);
+  }
+  if (group.match.empty())
+    fail("config", path, " has no match; give the names it is for, for example \"*.bias\"");
+  return group;
+}
+
+Kind<std::vector<ParamGroup>> groups() {
+  Kind<std::vector<ParamGroup>> kind;
+  kind.type = "list of groups";
+  kind.allowed = "objects with the keys match, lr_multiplier and weight_decay";
+  kind.decode = [](const Json& value, const std::string& path, std::vector<ParamGroup>& out) {
+    if (!value.is_array()) return false;
+    for (std::size_t i = 0; i < value.size(); ++i) {
+      if (!value[i].is_object()) return false;
+      out.push_back(read_group(value[i], path + "[" + std::to_string(i) + "]"));
+    }
+    return true;
+  };
+  kind.encode = [](const std::vector<ParamGroup>& list) {
+    Json out = Json::array();
+    for (const auto& group : list) {
+      Json entry = Json::object();
+      for (const auto& field : group_keys()) entry[field.path] = field.write(group);
+      out.push_back(std::move(entry));
+    }
+    return out;
+  };
+  return kind;
+}
+
+std::vector<Key<Config>> make_keys() {
+  return {
+      key(POISE_FIELD(batch.micro_batch_size), integer(1, kLargestCount),
+          "samples of one forward and backward"),
+      key(POISE_FIELD(batch.accumulation), integer(0, kLargestCount),
+          "micro-batches of one update on a rank; 0: what global_batch_size asks for, else 1"),
+      key(POISE_FIELD(batch.global_batch_size), integer(0),
+          "samples of one update over all ranks; 0: micro_batch_size x accumulation x ranks"),
+
+      key(POISE_FIELD(precision.dtype), dtype(), "type of the forward"),
+      key(POISE_FIELD(precision.parameters), dtype(),
+          "type the parameters are kept in: fp32 or that of the forward; 16-bit ones get fp32 "
+          "masters"),
+      key(POISE_FIELD(precision.autocast), flag(), "torch autocast around a 16-bit forward"),
+      key(POISE_FIELD(precision.fp32_accumulation), flag(),
+          "gradients are summed in fp32; false: in the type of the parameters"),
+      key(POISE_FIELD(precision.loss_scale), number(), "fp16: a fixed loss scale; 0: dynamic"),
+      key(POISE_FIELD(precision.initial_loss_scale), number({.low = 0, .ends = Ends::open_low}),
+          "fp16, dynamic: the first scale"),
+      key(POISE_FIELD(precision.loss_scale_growth), number({.low = 1, .ends = Ends::open_low}),
+          "fp16, dynamic: factor after enough clean updates"),
+      key(POISE_FIELD(precision.loss_scale_backoff),
+          number({.low = 0, .high = 1, .ends = Ends::open}),
+          "fp16, dynamic: factor after overflow"),
+      key(POISE_FIELD(precision.loss_scale_growth_interval), integer(1),
+          "fp16, dynamic: clean updates before it grows"),
+      key(POISE_FIELD(precision.loss_scale_hysteresis), integer(1),
+          "fp16, dynamic: overflows in a row before it shrinks"),
+      key(POISE_FIELD(precision.min_loss_scale), number({.low = 0, .ends = Ends::open_low}),
+          "fp16, dynamic: floor"),
+      key(POISE_FIELD(precision.max_loss_scale), number({.low = 0, .ends = Ends::open_low}),
+          "fp16, dynamic: ceiling"),
+
+      key(POISE_FIELD(optimizer.type), choice({"adamw", "adam", "sgd"}), "the optimizer"),
+      key(POISE_FIELD(optimizer.lr), number(), "peak learning rate"),
+      key(POISE_FIELD(optimizer.beta1), number({.low = 0, .high = 1, .ends = Ends::open_high}),
+          "adam, adamw: decay of the first moment"),
+      key(POISE_FIELD(optimizer.beta2), number({.low = 0, .high = 1, .ends = Ends::open_high}),
+          "adam, adamw: decay of the second moment"),
+      key(POISE_FIELD(optimizer.eps), number({.low = 0, .ends = Ends::open_low}),
+          "adam, adamw: added to the root of the second moment"),
+      key(POISE_FIELD(optimizer.weight_decay), number(),
+          "adamw: decoupled; adam, sgd: added to the gradient"),
+      key(POISE_FIELD(optimizer.momentum), number({.low = 0, .high = 1, .ends = Ends::open_high}),
+          "sgd: momentum"),
+      key(POISE_FIELD(optimizer.nesterov), flag(), "sgd: Nesterov's momentum"),
+      key(POISE_FIELD(optimizer.decay_rule), choice({"matrices", "all"}),
+          "what weight decay is for; matrices: tensors of 2 or more dimensions, so no biases and "
+          "norms"),
+      key(POISE_FIELD(optimizer.max_grad_norm), number(),
+          "largest global L2 norm of the gradient; 0: no clipping"),
+      key(POISE_FIELD(optimizer.groups), groups(),
+          "settings for parameters by name; the first match wins"),
+
+      key(POISE_FIELD(schedule.type),
+          choice({"constant", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt",
+                  "warmup_stable_decay", "polynomial"}),
+          "how the learning rate goes, by applied updates"),
+      key(POISE_FIELD(schedule.warmup_updates), integer(0),
+          "updates over which it rises to the peak"),
+      key(POISE_FIELD(schedule.total_updates), integer(0),
+          "updates after which it has ended; 0: train.max_updates"),
+      key(POISE_FIELD(schedule.decay_updates), integer(0),
+          "warmup_stable_decay: updates of the last leg"),
+      key(POISE_FIELD(schedule.min_lr_ratio), number({.low = 0, .high = 1}),
+          "lowest learning rate over the peak"),
+      key(POISE_FIELD(schedule.power), number({.low = 0, .ends = Ends::open_low}),
+          "polynomial: the power"),
+
+      key(POISE_FIELD(checkpointing.policy),
+          choice({"none", "every_n", "sqrt", "first_m", "list", "selective"}),
+          "which units are recomputed in backward instead of kept"),
+      key(POISE_FIELD(checkpointing.n), integer(1),
+          "every_n: every n-th unit; first_m: the first n units"),
+      key(POISE_FIELD(checkpointing.units), texts(), "list: names of units (* and ? allowed)"),
+
+      key(POISE_FIELD(memory.budget_bytes), byte_count(), "the run may not hold more; 0: no limit"),
+
+      key(POISE_FIELD(engine.loss_weighting),
+          enumeration<LossWeighting>({{"tokens", LossWeighting::tokens},
+                                      {"micro_batch_mean", LossWeighting::micro_batch_mean}}),
+          "a mean loss weighs as many tokens as it counted, or every micro-batch the same"),
+      key(POISE_FIELD(engine.on_nonfinite),
+          enumeration<NonFinite>({{"skip", NonFinite::skip}, {"stop", NonFinite::stop}}),
+          "what a non-finite loss (or gradient, outside fp16) does to the run"),
+      key(POISE_FIELD(engine.seed), unsigned_integer(),
+          "of the parameters, the order of data, dropout"),
+
+      key(POISE_FIELD(model.builtin), filled_text(), "model of `poise train`: byte_gpt"),
+      key(POISE_FIELD(model.layers), integer(1, 4096), "blocks"),
+      key(POISE_FIELD(model.width), integer(1, 1 << 20), "features; a multiple of heads"),
+      key(POISE_FIELD(model.heads), integer(1, 1 << 16), "attention heads"),
+      key(POISE_FIELD(model.sequence_length), integer(1, 1 << 24), "bytes of one sample"),
+      key(POISE_FIELD(model.dropout), number({.low = 0, .high = 1, .ends = Ends::open_high}),
+          "share of activations set to zero"),
+      key(POISE_FIELD(model.loss_chunk_tokens), integer(0),
+          "tokens whose logits exist at once; 0: all of them"),
+
+      key(POISE_FIELD(data.train), texts(), "files or folders, read as bytes"),
+      key(POISE_FIELD(data.validation), texts(),
+          "the same for validation; empty: the tail of train"),
+      key(POISE_FIELD(data.suffix), text(), "of the files taken from folders, for example \".py\""),
+      key(POISE_FIELD(data.validation_fraction),
+          number({.low = 0, .high = 1, .ends = Ends::open_high}),
+          "the tail of train that is kept for validation; 0: no validation"),
+      key(POISE_FIELD(data.shuffle), flag(), "samples in a random order that the seed decides"),
+      key(POISE_FIELD(data.prefetch), integer(0, 1024), "windows read ahead"),
+
+      key(POISE_FIELD(train.output_dir), filled_text(), "folder of everything that is written"),
+      key(POISE_FIELD(train.max_updates), integer(1), "updates of the run"),
+      key(POISE_FIELD(train.log_every), integer(1), "updates between two lines of the log"),
+      key(POISE_FIELD(train.validate_every), integer(0),
+          "updates between two validations; 0: at the end only"),
+      key(POISE_FIELD(train.validation_batches), integer(0),
+          "micro-batches of one validation; 0: no validation"),
+      key(POISE_FIELD(train.sample_bytes), integer(0), "bytes of text generated at the end"),
+      key(POISE_FIELD(train.profile_updates), integers(1),
+          "[first, last]: a trace of these updates is written; empty: none"),
+  };
+}
+
+}  // namespace
+
+const std::vector<Section>& sections() {
+  static const std::vector<Section> all = {
+      {"batch", "How many samples an update takes and in which pieces."},
+      {"precision", "Types of numbers, and the loss scale of fp16."},
+      {"optimizer", "The optimizer, clipping, and settings for some parameters."},
+      {"schedule", "The learning rate over the run; it counts applied updates."},
+      {"checkpointing", "Less memory between forward and backward for a second forward."},
+      {"memory", "The budget."},
+      {"engine", "How losses are joined, what bad numbers do, the seed."},
+      {"model", "The model that `poise train` builds."},
+      {"data", "What `poise train` reads."},
+      {"train", "Length, log and output of `poise train`."},
+  };
+  return all;
+}
+
+const std::vector<Key<Config>>& keys() {
+  static const auto all = make_keys();
+  return all;
+}
+
+const std::vector<Key<ParamGroup>>& group_keys() {
+  static const std::vector<Key<ParamGroup>> all = {
+      row<ParamGroup>(POISE_FIELD(match), filled_text(), "names of parameters (* and ? allowed)"),
+      row<ParamGroup>(POISE_FIELD(lr_multiplier), number(), "times the learning rate"),
+      row<ParamGroup>(POISE_FIELD(weight_decay), number_or(-1, "that of the optimizer", {}),
+                      "instead of the optimizer's"),
+  };
+  return all;
+}
+
+}  // namespace poise::config

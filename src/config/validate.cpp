@@ -1,0 +1,149 @@
+// Rules between settings, one function per section. Values by themselves are the schema's business.
+#include <algorithm>
+
+#include "config/schema.h"
+#include "poise/error.h"
+
+namespace poise {
+namespace config {
+namespace {
+
+const char* name(DType dtype) {
+  return dtype == DType::fp32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16";
+}
+
+// A setting that would be ignored is an error: it says something else than the run would do.
+void only_for(bool used, bool given, const char* key, const char* where) {
+  if (given && !used) fail("config", key, " is given but is only for ", where, "; remove it");
+}
+
+void check_batch(const BatchPolicy& batch) {
+  if (batch.global_batch_size == 0) return;
+  // Ranks are not known here: they may take up what is left, so it must be whole.
+  const auto per_rank = batch.micro_batch_size * std::max<std::int64_t>(batch.accumulation, 1);
+  if (batch.global_batch_size % per_rank != 0) {
+    fail("config", "batch.global_batch_size is ", batch.global_batch_size,
+         ", which is no multiple of ",
+         batch.accumulation == 0 ? "batch.micro_batch_size "
+                                 : "batch.micro_batch_size x batch.accumulation ",
+         per_rank, "; change one of them");
+  }
+}
+
+void check_precision(const PrecisionPolicy& precision) {
+  const PrecisionPolicy defaults;
+  if (precision.parameters != DType::fp32 && precision.parameters != precision.dtype) {
+    fail("config", "precision.parameters is ", name(precision.parameters),
+         " and precision.dtype is ", name(precision.dtype),
+         "; parameters are fp32 or of the same type");
+  }
+  if (precision.dtype != DType::fp32 && precision.parameters == DType::fp32 &&
+      !precision.autocast) {
+    fail("config", "precision.dtype is ", name(precision.dtype),
+         " with fp32 parameters and no autocast, so nothing would run in it; set "
+         "precision.autocast or "
+         "precision.parameters");
+  }
+  const bool fp16 = precision.dtype == DType::fp16;
+  only_for(fp16, precision.loss_scale != 0, "precision.loss_scale", "precision.dtype fp16");
+  if (fp16 && precision.loss_scale == 0 &&
+      !(precision.min_loss_scale <= precision.initial_loss_scale &&
+        precision.initial_loss_scale <= precision.max_loss_scale)) {
+    fail("config", "precision.initial_loss_scale is ", precision.initial_loss_scale,
+         "; it must lie between min_loss_scale ", precision.min_loss_scale, " and max_loss_scale ",
+         precision.max_loss_scale);
+  }
+}
+
+void check_optimizer(const OptimizerPolicy& optimizer) {
+  const bool sgd = optimizer.type == "sgd";
+  only_for(sgd, optimizer.momentum != 0, "optimizer.momentum", "optimizer.type sgd");
+  only_for(sgd, optimizer.nesterov, "optimizer.nesterov", "optimizer.type sgd");
+  if (optimizer.nesterov && optimizer.momentum == 0) {
+    fail("config", "optimizer.nesterov needs optimizer.momentum > 0; it is 0");
+  }
+}
+
+void check_schedule(const SchedulePolicy& schedule, std::int64_t max_updates) {
+  const auto total = schedule.total_updates == 0 ? max_updates : schedule.total_updates;
+  const bool decays_late = schedule.type == "warmup_stable_decay";
+  only_for(decays_late, schedule.decay_updates != 0, "schedule.decay_updates",
+           "schedule.type warmup_stable_decay");
+  only_for(schedule.type != "constant", schedule.min_lr_ratio != 0, "schedule.min_lr_ratio",
+           "a schedule.type that falls");
+  only_for(schedule.type == "polynomial", schedule.power != SchedulePolicy{}.power,
+           "schedule.power", "schedule.type polynomial");
+  if (decays_late && schedule.decay_updates == 0) {
+    fail("config",
+         "schedule.decay_updates is 0; schedule.type warmup_stable_decay needs the length of its "
+         "last leg");
+  }
+  const bool has_end = schedule.type != "constant" && schedule.type != "inverse_sqrt";
+  // Compared by subtraction: the sum of two large counts may not fit.
+  if (schedule.warmup_updates > total - schedule.decay_updates &&
+      (has_end || schedule.warmup_updates > total)) {
+    fail("config", "schedule.warmup_updates ", schedule.warmup_updates, " and decay_updates ",
+         schedule.decay_updates, " do not fit into ", total,
+         " updates; shorten them or lengthen the run");
+  }
+}
+
+void check_checkpointing(const CheckpointingPolicy& checkpointing) {
+  const bool list = checkpointing.policy == "list";
+  const bool counts = checkpointing.policy == "every_n" || checkpointing.policy == "first_m";
+  only_for(list, !checkpointing.units.empty(), "checkpointing.units", "checkpointing.policy list");
+  only_for(counts, checkpointing.n != 1, "checkpointing.n",
+           "checkpointing.policy every_n or first_m");
+  if (list && checkpointing.units.empty()) {
+    fail("config", "checkpointing.units is empty; checkpointing.policy list needs names of units");
+  }
+}
+
+void check_model(const ModelPolicy& model) {
+  if (model.width % model.heads != 0) {
+    fail("config", "model.width ", model.width, " is no multiple of model.heads ", model.heads,
+         "; change one of them");
+  }
+}
+
+void check_train(const TrainPolicy& train) {
+  const auto& updates = train.profile_updates;
+  if (updates.empty()) return;
+  if (updates.size() != 2 || updates[0] > updates[1] || updates[1] > train.max_updates) {
+    fail("config", "train.profile_updates is ", shown(Json(updates)),
+         "; allowed: [first, last] with first <= last <= train.max_updates ", train.max_updates);
+  }
+}
+
+}  // namespace
+
+std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks) {
+  if (batch.global_batch_size == 0) return std::max<std::int64_t>(batch.accumulation, 1);
+  const auto samples = batch.micro_batch_size * ranks;
+  const auto derived = batch.global_batch_size / samples;
+  if (derived * samples != batch.global_batch_size ||
+      (batch.accumulation != 0 && batch.accumulation != derived)) {
+    fail("config", "batch.global_batch_size ", batch.global_batch_size, " is not micro_batch_size ",
+         batch.micro_batch_size, " x accumulation ",
+         batch.accumulation == 0 ? std::string("(any)") : std::to_string(batch.accumulation),
+         " x ranks ", ranks, "; change one of them");
+  }
+  return derived;
+}
+
+}  // namespace config
+
+void Config::validate() const {
+  // Written and read back, so that a Config filled by hand meets the schema's limits too.
+  Config copy;
+  for (const auto& key : config::keys()) key.read(copy, key.write(*this), key.path);
+  config::check_batch(batch);
+  config::check_precision(precision);
+  config::check_optimizer(optimizer);
+  config::check_schedule(schedule, train.max_updates);
+  config::check_checkpointing(checkpointing);
+  config::check_model(model);
+  config::check_train(train);
+}
+
+}  // namespace poise
