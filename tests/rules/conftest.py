@@ -1,0 +1,6 @@
+"""Makes sources.py importable for the rules."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
