@@ -47,8 +47,7 @@ bench: build
 # Writes the type stubs of the extension anew; a test compares them with the committed ones.
 stubs: build
 	$(environment)
-	pybind11-stubgen poise._C --output-dir python
-	ruff format --isolated --line-length 100 python/poise/_C.pyi
+	python python/stubs.py python
 
 lint: setup
 	$(environment)

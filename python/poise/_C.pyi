@@ -3,8 +3,10 @@ The C++ core of poise. Use the package poise; this module follows it without not
 """
 
 from __future__ import annotations
-from poise import Bug
-from poise import Error
+
+class Bug(RuntimeError): ...
+class Error(RuntimeError): ...
+
 import typing
 
 __all__: list[str] = ["Bug", "Error", "log_write", "set_log_level"]
