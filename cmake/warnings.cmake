@@ -10,7 +10,9 @@ if(POISE_DEVELOPER)
 endif()
 option(POISE_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
 if(POISE_SANITIZE)
+  # Not vptr: it asks for type information that torch's libraries keep to themselves.
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=address,undefined>
+                      $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize=vptr>
                       $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
   add_link_options(-fsanitize=address,undefined)
 endif()
