@@ -1,5 +1,5 @@
-// Batches in an order that resumes anywhere: a counter-based permutation, a sampler whose cursor is a
-// global sample index, memory-mapped byte and token files, and a loader that reads windows ahead.
+// Batches in an order that resumes anywhere: a counter-based permutation, a sampler whose cursor is
+// a global sample index, memory-mapped byte and token files, and a loader that reads windows ahead.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "poise/error.h"
 #include "poise/export.h"
 
 namespace poise::data {
@@ -53,10 +54,10 @@ struct SamplerOptions {
   std::int64_t rank = 0;
 };
 
-// Which samples a rank takes. A cursor is a global sample index: epoch cursor / n, position cursor % n
-// in that epoch's order. A window is the `count` positions from its cursor on, all ranks together; each
-// rank takes one contiguous block of them, so the same data is seen whatever the number of ranks.
-// Stateless: every call is a pure function of the cursor.
+// Which samples a rank takes. A cursor is a global sample index: epoch cursor / n, position cursor
+// % n in that epoch's order. A window is the `count` positions from its cursor on, all ranks
+// together; each rank takes one contiguous block of them, so the same data is seen whatever the
+// number of ranks. Stateless: every call is a pure function of the cursor.
 class POISE_API Sampler {
  public:
   Sampler(std::int64_t n, const SamplerOptions& options = {});  // throws Error on no samples
@@ -90,17 +91,18 @@ class POISE_API Source {
 enum class Element { byte, uint16, uint32 };  // little endian on disk
 
 struct CorpusOptions {
-  std::vector<std::string> paths;    // files or folders, joined in this order
-  std::string suffix;                // of the files taken from folders, for example ".py"; empty: all
+  std::vector<std::string> paths = {};  // files or folders, joined in this order
+  std::string suffix = {};  // of the files taken from folders, for example ".py"; empty: all
   std::int64_t sequence_length = 0;  // T, elements of one input
   Element element = Element::byte;
 };
 
-// Files read as one long row of bytes or tokens, mapped, never copied as a whole. Folders are walked in
-// sorted order; links that lead out of a folder are not followed (counted in the log). Sample i is
-// the T + 1 elements from i * T on: the first T are the input, the last T the target.
+// Files read as one long row of bytes or tokens, mapped, never copied as a whole. Folders are
+// walked in sorted order; links that lead out of a folder are not followed (counted in the log).
+// Sample i is the T + 1 elements from i * T on: the first T are the input, the last T the target.
 // Throws Error naming the file or the numbers: unreadable, empty, shorter than one sample.
-// Files must not shrink while they are open. Thread-safe and fork-safe (nothing changes after opening).
+// Files must not shrink while they are open. Thread-safe and fork-safe (nothing changes after
+// opening).
 class POISE_API ByteCorpus : public Source {
  public:
   explicit ByteCorpus(const CorpusOptions& options);
@@ -140,30 +142,32 @@ struct ByteCorpus::Split {
   ByteCorpus validation;
 };
 
+enum class Memory { pageable, pinned };
+
 struct WindowOptions {
   std::int64_t micro_batch_size = 1;  // samples of one micro-batch on a rank
   std::int64_t accumulation = 1;      // micro-batches of one window on a rank
   std::int64_t prefetch = 2;          // windows read ahead on another thread; 0: none
   std::int64_t epochs = 0;            // next() ends after so many; 0: never
+  Memory memory = Memory::pageable;   // of the batches; pinned has no effect without a GPU
 };
 
-// The windows of a source in a sampler's order. Reading ahead changes no batch and no cursor; an error
-// of the reading thread is thrown by the next() that would have handed out its window.
+// The windows of a source in a sampler's order. Reading ahead changes no batch and no cursor; an
+// error of the reading thread is thrown by the next() that would have handed out its window.
 class POISE_API WindowLoader {
  public:
-  WindowLoader(std::shared_ptr<const Source> source,
-               const SamplerOptions& sampler,
+  WindowLoader(std::shared_ptr<const Source> source, const SamplerOptions& sampler,
                const WindowOptions& options);
   ~WindowLoader();
   WindowLoader(const WindowLoader&) = delete;
   WindowLoader& operator=(const WindowLoader&) = delete;
 
-  // This rank's micro-batches of the next update; nullopt after the last epoch. Where a short window
-  // has fewer samples than ranks, a rank's window may hold no micro-batch.
+  // This rank's micro-batches of the next update; nullopt after the last epoch. Where a short
+  // window has fewer samples than ranks, a rank's window may hold no micro-batch.
   std::optional<std::vector<Batch>> next();
 
-  std::int64_t cursor() const;     // of the next window handed out
-  void seek(std::int64_t cursor);  // reads nothing that is skipped
+  std::int64_t cursor() const;          // of the next window handed out
+  void seek(std::int64_t cursor);       // reads nothing that is skipped
   std::int64_t window_samples() const;  // of a full window, all ranks
   const Sampler& sampler() const;
 
@@ -197,12 +201,13 @@ class POISE_API WindowLoader {
   std::unique_ptr<Impl> impl_;
 };
 
-// Casts floating tensors; integer, bool and complex ones stay as they are.
+// Casts a floating tensor; integer, bool and complex ones stay as they are. Of a batch only the
+// inputs are cast: what the loss is measured against keeps its digits.
 POISE_API at::Tensor cast_inputs(const at::Tensor& tensor, at::ScalarType dtype);
 POISE_API Batch cast_inputs(const Batch& batch, at::ScalarType dtype);
 
-// A copy in page-locked memory, from which a GPU copies without waiting; the same tensor where there
-// is no GPU.
+// A copy in page-locked memory, from which a GPU copies without waiting; the same tensor where
+// there is no GPU.
 POISE_API at::Tensor pinned(const at::Tensor& tensor);
 
 // Groups the batches of any range (torch::data loaders, vectors, generators) by `count`, the last
@@ -249,7 +254,8 @@ class Windows {
 
 template <class Range>
 Windows<Range> windows(Range&& range, std::size_t count) {
-  return Windows<Range>(std::forward<Range>(range), count == 0 ? 1 : count);
+  if (count == 0) fail("data", "windows of 0 batches; give 1 or more");
+  return Windows<Range>(std::forward<Range>(range), count);
 }
 
 }  // namespace poise::data
