@@ -1,0 +1,91 @@
+// Streams on CUDA: the closure runs at once on the host and enqueues its kernels on a side stream.
+#include <c10/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <thread>
+#include <utility>
+
+#include "core/stream_backend.h"
+#include "poise/error.h"
+
+namespace poise {
+namespace {
+
+using c10::cuda::CUDAStream;
+
+class CudaEvent final : public EventState {
+ public:
+  explicit CudaEvent(const CUDAStream& stream) : device_(stream.device_index()) {
+    event_.record(stream);
+  }
+
+  bool done() const override { return event_.query(); }
+  void order_current() override { order(c10::cuda::getCurrentCUDAStream(device_)); }
+  void block_worker() override { event_.synchronize(); }
+
+  void order(const CUDAStream& stream) { event_.block(stream); }
+
+  // Polls: cudaEventSynchronize could not be interrupted. 100 us is far below what such a wait is
+  // for.
+  bool block(Deadline deadline) override {
+    auto next_check = std::chrono::steady_clock::now() + kInterruptPeriod;
+    while (!done()) {
+      const auto now = std::chrono::steady_clock::now();
+      if (deadline && now >= *deadline) return false;
+      if (now >= next_check) {
+        check_interrupt();
+        next_check = now + kInterruptPeriod;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return true;
+  }
+
+ private:
+  c10::DeviceIndex device_;
+  c10::cuda::CUDAEvent event_;
+};
+
+class CudaStream final : public StreamBackend {
+ public:
+  explicit CudaStream(c10::DeviceIndex device)
+      : stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device)) {}
+
+  // A closure that throws has thrown before anything here was recorded: submit() passes it on. Its
+  // context needs no carrying, it is the caller's thread.
+  std::shared_ptr<EventState> submit(Stream::Work work, Stream::Reopen) override {
+    CudaEvent before(c10::cuda::getCurrentCUDAStream(stream_.device_index()));
+    before.order(stream_);
+    const c10::cuda::CUDAStreamGuard guard(stream_);
+    work();
+    return std::make_shared<CudaEvent>(stream_);
+  }
+
+  void wait(const std::shared_ptr<EventState>& event) override {
+    if (auto* on_gpu = dynamic_cast<CudaEvent*>(event.get())) {
+      on_gpu->order(stream_);
+    } else {
+      event->block(std::nullopt);
+    }
+  }
+
+  void synchronize() override { CudaEvent(stream_).block(std::nullopt); }
+
+ private:
+  CUDAStream stream_;
+};
+
+}  // namespace
+
+std::unique_ptr<StreamBackend> make_cuda_stream(c10::Device device) {
+  const int count = c10::cuda::device_count();  // 0 without a driver, never throws
+  const int index = device.has_index() ? device.index() : 0;
+  if (index >= count) {
+    fail("core", "no such CUDA device: ", device.str(), "; this machine has ", count);
+  }
+  return std::make_unique<CudaStream>(static_cast<c10::DeviceIndex>(index));
+}
+
+}  // namespace poise
