@@ -3,6 +3,12 @@
 // carries that stamp until it is freed, by whichever thread. Requested bytes are counted, not the
 // allocator's rounding. CPU tensors go through a counting allocator that is installed by the first
 // Ledger and taken out when the last one is gone; CUDA figures come from torch's caching allocator.
+//
+// Threads without a scope (workers of data loaders, of at::parallel_for) are not counted, unless a
+// ledger was made the default: then they go there, under `other`. CPU backward runs on the calling
+// thread, under its scope. Not seen: memory of numpy, shared memory, scratch inside oneDNN and MKL, and
+// growth of tensors that were made before the first Ledger. A forked child's allocations are nobody's
+// until it makes a ledger of its own.
 #pragma once
 
 #include <array>
@@ -12,6 +18,7 @@
 
 #include "poise/export.h"
 #include "poise/memory_accounts.h"
+#include "poise/stream.h"
 
 namespace poise::memory {
 
@@ -38,9 +45,13 @@ class POISE_API Ledger {
 
   // A CPU allocation of this ledger that would take the total above `bytes` throws torch's
   // OutOfMemoryError (in Python torch.OutOfMemoryError), with requested, held and budget in the
-  // message. 0: no limit.
+  // message; the process goes on. 0: no limit. May be set below what is held: then nothing more fits.
   void set_budget(std::int64_t bytes);
   std::int64_t budget() const;
+
+  // Allocations of threads without a scope go here, until another ledger is made the default or
+  // this one is gone.
+  void make_default();
 
   const std::shared_ptr<LedgerState>& state() const { return state_; }
 
@@ -70,7 +81,15 @@ class POISE_API AccountScope {
   Position previous_;
 };
 
-// "20GiB", "512MiB", "1.5GB", "1048576" -> bytes. Throws Error.
+// For Stream's constructor: its operations run under the scope that submit() was called under.
+POISE_API Stream::Capture scope_capture();
+
+// A GPU's figures: requested bytes of the whole process, all under `other`. Throws Error where there is
+// no such device.
+POISE_API Snapshot cuda_snapshot(int device);
+POISE_API void reset_cuda_peak(int device);
+
+// "20GiB", "512MiB", "1.5GB", "1048576" -> bytes. Case and spaces do not matter. Throws Error.
 POISE_API std::int64_t parse_bytes(const std::string& text);
 // 1610612736 -> "1.50 GiB".
 POISE_API std::string format_bytes(std::int64_t bytes);

@@ -1,0 +1,17 @@
+// Twin of cuda/statistics.cpp in builds without CUDA.
+#include "poise/error.h"
+#include "poise/memory.h"
+
+namespace poise::memory {
+namespace {
+
+[[noreturn]] void no_cuda() {
+  fail("memory", "this build of poise has no CUDA; build it with nvcc and a CUDA build of torch");
+}
+
+}  // namespace
+
+Snapshot cuda_snapshot(int) { no_cuda(); }
+void reset_cuda_peak(int) { no_cuda(); }
+
+}  // namespace poise::memory
