@@ -7,12 +7,12 @@ set_target_properties(poise PROPERTIES INSTALL_RPATH "${POISE_TORCH_DIR}/lib")
 install(TARGETS poise EXPORT poise
   LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
   INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
-if(TARGET poise_program)
-  set_target_properties(poise_program PROPERTIES
+if(TARGET poise_cli)
+  set_target_properties(poise_cli PROPERTIES
     INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${POISE_TORCH_DIR}/lib")
-  install(TARGETS poise_program RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  install(TARGETS poise_cli RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endif()
-install(DIRECTORY include/poise DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY include/poise "${PROJECT_BINARY_DIR}/generated/poise" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.h")
 
 install(EXPORT poise NAMESPACE poise:: FILE poiseTargets.cmake DESTINATION "${_package_dir}")
 configure_package_config_file(cmake/poiseConfig.cmake.in "${PROJECT_BINARY_DIR}/poiseConfig.cmake"

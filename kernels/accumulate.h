@@ -5,7 +5,6 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -17,7 +16,7 @@ enum class Accumulate : std::uint8_t {
 // accumulator[i] = (write ? 0 : accumulator[i]) + weight * float(gradient[i]). Where `sum_of_squares`
 // is given it receives squared_norms() of the new accumulator as one piece, with the same bits and
 // without another read (host memory for the CPU back ends, device memory for CUDA).
-POISE_API void accumulate(const Launch& launch,
+void accumulate(const Launch& launch,
                 Accumulate mode,
                 float* accumulator,
                 DType gradient_dtype,

@@ -7,7 +7,6 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -39,7 +38,7 @@ struct AdamSettings {
   double factor = 1;      // multiplies the gradient
 };
 
-POISE_API void adamw(const Launch& launch,
+void adamw(const Launch& launch,
            const AdamArrays& arrays,
            const AdamSegment* segments,
            std::int64_t num_segments,

@@ -57,7 +57,6 @@ class ChunkMap {
   std::int64_t chunks() const { return first_chunk_.back(); }
   std::int64_t spans() const { return static_cast<std::int64_t>(numel_.size()); }
   const std::vector<std::int64_t>& first_chunk() const { return first_chunk_; }
-  const std::vector<std::int64_t>& numel() const { return numel_; }
 
   // Chunks of one task: enough elements to be worth a thread.
   std::int64_t grain() const {

@@ -6,8 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "poise/export.h"
-
 namespace poise::kernels {
 
 enum class Isa : std::uint8_t {
@@ -16,20 +14,20 @@ enum class Isa : std::uint8_t {
   avx512,
 };
 
-POISE_API const char* name_of(Isa isa);
+const char* name_of(Isa isa);
 
 // Those that are compiled in and that this CPU runs, worst first.
-POISE_API std::vector<Isa> available_isas();
+std::vector<Isa> available_isas();
 
 // The one in use. Throws Error where POISE_CPU_ISA names none of the available ones.
-POISE_API Isa active_isa();
+Isa active_isa();
 
 // What active_isa() takes for a value of POISE_CPU_ISA; empty: the best.
 Isa choose_isa(const std::string& forced);
 
 // Makes every CPU kernel of the process run with `isa` while it lives: for tests and benchmarks that
 // walk all of them. Not for use from several threads.
-class POISE_API IsaOverride {
+class IsaOverride {
  public:
   explicit IsaOverride(Isa isa);
   ~IsaOverride();

@@ -8,7 +8,6 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -20,7 +19,7 @@ struct Piece {
 
 // One sum per piece; chunks are counted from each piece's begin. `out` is host memory for the CPU
 // back ends and device memory for CUDA.
-POISE_API void squared_norms(const Launch& launch,
+void squared_norms(const Launch& launch,
                    DType dtype,
                    const void* base,
                    const Piece* pieces,

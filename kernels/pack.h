@@ -5,7 +5,6 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -18,7 +17,7 @@ struct PackPiece {
 
 // target[i] = target_dtype(scale * float(source[i])) for every piece. Equal types and scale 1 copy
 // the bits.
-POISE_API void pack(const Launch& launch,
+void pack(const Launch& launch,
           DType source_dtype,
           DType target_dtype,
           const PackPiece* pieces,

@@ -6,7 +6,6 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -32,7 +31,7 @@ struct SgdSettings {
   double factor = 1;  // multiplies the gradient
 };
 
-POISE_API void sgd(const Launch& launch,
+void sgd(const Launch& launch,
          const SgdArrays& arrays,
          const SgdSegment* segments,
          std::int64_t num_segments,

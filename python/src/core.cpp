@@ -6,6 +6,7 @@
 #include <string>
 
 #include "poise/error.h"
+#include "poise/interrupt.h"
 #include "poise/log.h"
 
 namespace py = pybind11;
@@ -34,6 +35,13 @@ void add_exception(py::module_& module, const char* name, PyObject* base, const 
   type.attr("__doc__") = doc;
 }
 
+// Long waits of the runtime look here for Ctrl-C. Signals are only handled on Python's main thread;
+// on others this does nothing.
+void check_python_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 void set_log_level(const std::string& name) {
   if (name == "debug") return log::set_level(log::Level::debug);
   if (name == "info") return log::set_level(log::Level::info);
@@ -52,8 +60,13 @@ void bind_core(py::module_& module) {
                      "A broken promise inside poise; please report it.");
 
   log::set_sink(log_to_python);
-  // Threads may outlive the interpreter: from then on lines go to standard error again.
-  py::module_::import("atexit").attr("register")(py::cpp_function([] { log::set_sink({}); }));
+  set_interrupt_check(check_python_signals);
+  // Threads may outlive the interpreter: from then on lines go to standard error again, and nobody
+  // asks for signals.
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    log::set_sink({});
+    set_interrupt_check(nullptr);
+  }));
 
   module.def(
       "log_write",

@@ -5,15 +5,14 @@
 #include <c10/core/ScalarType.h>
 
 #include "kernels/launch.h"
-#include "poise/export.h"
 
 namespace poise {
 
 // CPU: torch's intra-op threads. CUDA: the current stream of that device. Throws Error on others.
-POISE_API kernels::Launch launch_for(const c10::Device& device);
+kernels::Launch launch_for(const c10::Device& device);
 
 // Throws Error on a type that is not fp32, bf16 or fp16.
-POISE_API kernels::DType kernel_dtype(c10::ScalarType type);
+kernels::DType kernel_dtype(c10::ScalarType type);
 
 namespace cuda {
 // A cudaStream_t. Defined in cuda/ or no_cuda/ (where it throws Error).

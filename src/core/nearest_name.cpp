@@ -1,3 +1,4 @@
+// Edit distance with one row of memory, and the smallest of it over a handful of names.
 #include "core/nearest_name.h"
 
 #include <algorithm>

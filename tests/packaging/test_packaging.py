@@ -67,8 +67,8 @@ def installed(bare, tmp_path_factory):
     run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
         "-DPOISE_DEVELOPER=ON", "-DPOISE_PYTHON=OFF", f"-DPOISE_TORCH_ROOT={TORCH}", **bare)  # fmt: skip
     targets = ["poise"]
-    if "poise_program" in run("cmake", "--build", build, "--target", "help", **bare):
-        targets.append("poise_program")
+    if "poise_cli" in run("cmake", "--build", build, "--target", "help", **bare):
+        targets.append("poise_cli")
     run("cmake", "--build", build, "--parallel", JOBS, "--target", *targets, **bare)
     run("cmake", "--install", build, "--prefix", prefix, **bare)
     return prefix

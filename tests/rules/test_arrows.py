@@ -29,8 +29,11 @@ ARROWS = {
 DOORS = {
     # How a kernel is told where to run; core makes one from torch's threads for all rooms.
     ("core", "kernels/launch.h"),
+    # Text only; unknown keys name the nearest known one, as unknown parameters do.
+    ("config", "src/core/nearest_name.h"),
 }
 BASE = {"error.h", "export.h", "log.h", "interrupt.h", "memory_accounts.h", "version.h"}
+FURTHER_DOORS = {"stream.h": "core"}  # a room with two doors
 TORCH_FREE = ("base", "config", "kernels")
 TORCH = ("ATen/", "torch/", "c10/", "caffe2/")
 
@@ -45,8 +48,7 @@ def room_of(name: Path) -> str | None:
         return name.parts[1] if len(name.parts) > 2 else None
     if name.name in BASE:
         return "base"
-    stem = name.stem
-    return None if stem == "poise" else stem
+    return None if name.stem == "poise" else FURTHER_DOORS.get(name.name, name.stem)
 
 
 def our_files() -> list[Path]:
