@@ -7,6 +7,7 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
+#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -38,11 +39,8 @@ struct AdamSettings {
   double factor = 1;      // multiplies the gradient
 };
 
-void adamw(const Launch& launch,
-           const AdamArrays& arrays,
-           const AdamSegment* segments,
-           std::int64_t num_segments,
-           const AdamSettings& settings);
+POISE_API void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* segments,
+                     std::int64_t num_segments, const AdamSettings& settings);
 
 // What the body needs, rounded once from double.
 struct AdamConstants {

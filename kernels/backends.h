@@ -8,16 +8,15 @@
 #include "kernels/pack.h"
 #include "kernels/sgd.h"
 
-#define POISE_KERNEL_BACKEND(backend)                                                           \
-  namespace backend {                                                                           \
-  void squared_norms(const Launch&, DType, const void*, const Piece*, std::int64_t, double*);   \
-  void accumulate(const Launch&, Accumulate, float*, DType, const void*, std::int64_t, float,   \
-                  double*);                                                                     \
-  void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,                \
-             const AdamSettings&);                                                              \
-  void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t,                    \
-           const SgdSettings&);                                                                 \
-  void pack(const Launch&, DType, DType, const PackPiece*, std::int64_t, float);                \
+#define POISE_KERNEL_BACKEND(backend)                                                             \
+  namespace backend {                                                                             \
+  void squared_norms(const Launch&, DType, const void*, const Piece*, std::int64_t, double*);     \
+  void accumulate(const Launch&, Accumulate, float*, DType, const void*, std::int64_t, float,     \
+                  double*);                                                                       \
+  void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,                  \
+             const AdamSettings&);                                                                \
+  void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t, const SgdSettings&); \
+  void pack(const Launch&, DType, DType, const PackPiece*, std::int64_t, float);                  \
   }
 
 namespace poise::kernels {
@@ -26,11 +25,14 @@ POISE_KERNEL_BACKEND(cpu)
 POISE_KERNEL_BACKEND(cuda)
 
 // Calls `call(backend's function)`; one place for the switch of every door.
-#define POISE_KERNEL_DISPATCH(launch, function, ...)                      \
-  switch ((launch).backend) {                                             \
-    case Backend::reference: return reference::function(__VA_ARGS__);     \
-    case Backend::cpu: return cpu::function(__VA_ARGS__);                 \
-    case Backend::cuda: return cuda::function(__VA_ARGS__);               \
+#define POISE_KERNEL_DISPATCH(launch, function, ...) \
+  switch ((launch).backend) {                        \
+    case Backend::reference:                         \
+      return reference::function(__VA_ARGS__);       \
+    case Backend::cpu:                               \
+      return cpu::function(__VA_ARGS__);             \
+    case Backend::cuda:                              \
+      return cuda::function(__VA_ARGS__);            \
   }
 }  // namespace poise::kernels
 #undef POISE_KERNEL_BACKEND

@@ -1,5 +1,5 @@
-// How a kernel's arithmetic is written once and compiled three ways: for the reference loop, for the
-// CPU loops of every instruction set, and for the GPU.
+// How a kernel's arithmetic is written once and compiled three ways: for the reference loop, for
+// the CPU loops of every instruction set, and for the GPU.
 #pragma once
 
 // Internal linkage and always inlined: a body compiled for one instruction set must never be the

@@ -1,6 +1,6 @@
-// Element types of arrays and their exact conversions. Rounding to bf16 and fp16 is to nearest even,
-// with the same bits as c10::BFloat16 and c10::Half; written with integers so that it vectorises on
-// every instruction set and does not depend on the denormal mode.
+// Element types of arrays and their exact conversions. Rounding to bf16 and fp16 is to nearest
+// even, with the same bits as c10::BFloat16 and c10::Half; written with integers so that it
+// vectorises on every instruction set and does not depend on the denormal mode.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Fixed chunks of work. Every kernel cuts each of its spans (pieces, segments) into chunks of kChunk
-// elements counted from the span's begin, and numbers them through: thousands of tiny spans and one
-// huge span are the same kind of parallel loop. All arithmetic is 64-bit.
+// Fixed chunks of work. Every kernel cuts each of its spans (pieces, segments) into chunks of
+// kChunk elements counted from the span's begin, and numbers them through: thousands of tiny spans
+// and one huge span are the same kind of parallel loop. All arithmetic is 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,7 @@ POISE_BODY std::int64_t chunks_of(std::int64_t numel) { return (numel + kChunk -
 
 // Index of the span that holds `chunk`: first_chunk[s] <= chunk < first_chunk[s + 1].
 // first_chunk has num_spans + 1 entries; empty spans hold no chunk.
-POISE_BODY std::int64_t span_of_chunk(const std::int64_t* first_chunk,
-                                      std::int64_t num_spans,
+POISE_BODY std::int64_t span_of_chunk(const std::int64_t* first_chunk, std::int64_t num_spans,
                                       std::int64_t chunk) {
   std::int64_t low = 0;
   std::int64_t high = num_spans;
@@ -57,6 +56,7 @@ class ChunkMap {
   std::int64_t chunks() const { return first_chunk_.back(); }
   std::int64_t spans() const { return static_cast<std::int64_t>(numel_.size()); }
   const std::vector<std::int64_t>& first_chunk() const { return first_chunk_; }
+  const std::vector<std::int64_t>& numel() const { return numel_; }
 
   // Chunks of one task: enough elements to be worth a thread.
   std::int64_t grain() const {

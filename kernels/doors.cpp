@@ -1,4 +1,5 @@
-// The entrances to the kernels: settings are checked and rounded here, then a back end does the work.
+// The entrances to the kernels: settings are checked and rounded here, then a back end does the
+// work.
 #include <cmath>
 
 #include "kernels/backends.h"
@@ -6,24 +7,14 @@
 
 namespace poise::kernels {
 
-void squared_norms(const Launch& launch,
-                   DType dtype,
-                   const void* base,
-                   const Piece* pieces,
-                   std::int64_t num_pieces,
-                   double* out) {
+void squared_norms(const Launch& launch, DType dtype, const void* base, const Piece* pieces,
+                   std::int64_t num_pieces, double* out) {
   POISE_CHECK(num_pieces >= 0);
   POISE_KERNEL_DISPATCH(launch, squared_norms, launch, dtype, base, pieces, num_pieces, out)
 }
 
-void accumulate(const Launch& launch,
-                Accumulate mode,
-                float* accumulator,
-                DType gradient_dtype,
-                const void* gradient,
-                std::int64_t numel,
-                float weight,
-                double* sum_of_squares) {
+void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType gradient_dtype,
+                const void* gradient, std::int64_t numel, float weight, double* sum_of_squares) {
   POISE_CHECK(numel >= 0);
   POISE_KERNEL_DISPATCH(launch, accumulate, launch, mode, accumulator, gradient_dtype, gradient,
                         numel, weight, sum_of_squares)
@@ -48,11 +39,8 @@ AdamConstants adam_constants(const AdamSettings& settings, double lr, double wei
   return constants;
 }
 
-void adamw(const Launch& launch,
-           const AdamArrays& arrays,
-           const AdamSegment* segments,
-           std::int64_t num_segments,
-           const AdamSettings& settings) {
+void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* segments,
+           std::int64_t num_segments, const AdamSettings& settings) {
   POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
   POISE_KERNEL_DISPATCH(launch, adamw, launch, arrays, segments, num_segments, settings)
 }
@@ -63,22 +51,15 @@ SgdConstants sgd_constants(const SgdSettings& settings, double lr, double weight
                       settings.nesterov};
 }
 
-void sgd(const Launch& launch,
-         const SgdArrays& arrays,
-         const SgdSegment* segments,
-         std::int64_t num_segments,
-         const SgdSettings& settings) {
+void sgd(const Launch& launch, const SgdArrays& arrays, const SgdSegment* segments,
+         std::int64_t num_segments, const SgdSettings& settings) {
   POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
   POISE_CHECK(arrays.momentum != nullptr || settings.momentum == 0);
   POISE_KERNEL_DISPATCH(launch, sgd, launch, arrays, segments, num_segments, settings)
 }
 
-void pack(const Launch& launch,
-          DType source_dtype,
-          DType target_dtype,
-          const PackPiece* pieces,
-          std::int64_t num_pieces,
-          float scale) {
+void pack(const Launch& launch, DType source_dtype, DType target_dtype, const PackPiece* pieces,
+          std::int64_t num_pieces, float scale) {
   POISE_CHECK(num_pieces >= 0);
   POISE_KERNEL_DISPATCH(launch, pack, launch, source_dtype, target_dtype, pieces, num_pieces, scale)
 }

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "poise/export.h"
+
 namespace poise::kernels {
 
 enum class Isa : std::uint8_t {
@@ -14,20 +16,20 @@ enum class Isa : std::uint8_t {
   avx512,
 };
 
-const char* name_of(Isa isa);
+POISE_API const char* name_of(Isa isa);
 
 // Those that are compiled in and that this CPU runs, worst first.
-std::vector<Isa> available_isas();
+POISE_API std::vector<Isa> available_isas();
 
 // The one in use. Throws Error where POISE_CPU_ISA names none of the available ones.
-Isa active_isa();
+POISE_API Isa active_isa();
 
 // What active_isa() takes for a value of POISE_CPU_ISA; empty: the best.
 Isa choose_isa(const std::string& forced);
 
-// Makes every CPU kernel of the process run with `isa` while it lives: for tests and benchmarks that
-// walk all of them. Not for use from several threads.
-class IsaOverride {
+// Makes every CPU kernel of the process run with `isa` while it lives: for tests and benchmarks
+// that walk all of them. Not for use from several threads.
+class POISE_API IsaOverride {
  public:
   explicit IsaOverride(Isa isa);
   ~IsaOverride();

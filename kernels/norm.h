@@ -8,6 +8,7 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
+#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -19,12 +20,8 @@ struct Piece {
 
 // One sum per piece; chunks are counted from each piece's begin. `out` is host memory for the CPU
 // back ends and device memory for CUDA.
-void squared_norms(const Launch& launch,
-                   DType dtype,
-                   const void* base,
-                   const Piece* pieces,
-                   std::int64_t num_pieces,
-                   double* out);
+POISE_API void squared_norms(const Launch& launch, DType dtype, const void* base,
+                             const Piece* pieces, std::int64_t num_pieces, double* out);
 
 inline constexpr int kLanes = 16;
 

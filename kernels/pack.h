@@ -5,6 +5,7 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
+#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -17,12 +18,8 @@ struct PackPiece {
 
 // target[i] = target_dtype(scale * float(source[i])) for every piece. Equal types and scale 1 copy
 // the bits.
-void pack(const Launch& launch,
-          DType source_dtype,
-          DType target_dtype,
-          const PackPiece* pieces,
-          std::int64_t num_pieces,
-          float scale);
+POISE_API void pack(const Launch& launch, DType source_dtype, DType target_dtype,
+                    const PackPiece* pieces, std::int64_t num_pieces, float scale);
 
 POISE_BODY float pack_body(float value, float scale) { return value * scale; }
 

@@ -6,6 +6,7 @@
 
 #include "kernels/body.h"
 #include "kernels/launch.h"
+#include "poise/export.h"
 
 namespace poise::kernels {
 
@@ -31,11 +32,8 @@ struct SgdSettings {
   double factor = 1;  // multiplies the gradient
 };
 
-void sgd(const Launch& launch,
-         const SgdArrays& arrays,
-         const SgdSegment* segments,
-         std::int64_t num_segments,
-         const SgdSettings& settings);
+POISE_API void sgd(const Launch& launch, const SgdArrays& arrays, const SgdSegment* segments,
+                   std::int64_t num_segments, const SgdSettings& settings);
 
 // What the body needs, rounded once from double.
 struct SgdConstants {

@@ -5,10 +5,8 @@ namespace poise::kernels::cpu::POISE_ISA {
 namespace {
 
 template <bool add, class Element>
-double accumulate_chunk(float* __restrict accumulator,
-                        const Element* __restrict gradient,
-                        std::int64_t count,
-                        float weight) {
+double accumulate_chunk(float* __restrict accumulator, const Element* __restrict gradient,
+                        std::int64_t count, float weight) {
   for (std::int64_t i = 0; i < count; ++i) {
     const float old = add ? accumulator[i] : 0.0f;
     accumulator[i] = accumulate_body(old, to_float(gradient[i]), weight);
@@ -17,10 +15,8 @@ double accumulate_chunk(float* __restrict accumulator,
 }
 
 template <bool add, class Element>
-double accumulate_norm_chunk(float* __restrict accumulator,
-                             const Element* __restrict gradient,
-                             std::int64_t count,
-                             float weight) {
+double accumulate_norm_chunk(float* __restrict accumulator, const Element* __restrict gradient,
+                             std::int64_t count, float weight) {
   double lanes[kLanes] = {};
   std::int64_t i = 0;
   const auto one = [&](std::int64_t index, int lane) __attribute__((always_inline)) {
@@ -38,22 +34,16 @@ double accumulate_norm_chunk(float* __restrict accumulator,
 
 }  // namespace
 
-double accumulate(Accumulate mode,
-                  float* accumulator,
-                  DType gradient_dtype,
-                  const void* gradient,
-                  std::int64_t begin,
-                  std::int64_t count,
-                  float weight,
-                  bool with_norm) {
+double accumulate(Accumulate mode, float* accumulator, DType gradient_dtype, const void* gradient,
+                  std::int64_t begin, std::int64_t count, float weight, bool with_norm) {
   double sum = 0;
   with_element(gradient_dtype, [&](auto element) {
     using Element = decltype(element);
-    const auto chunk = mode == Accumulate::add
-                           ? (with_norm ? accumulate_norm_chunk<true, Element>
-                                        : accumulate_chunk<true, Element>)
-                           : (with_norm ? accumulate_norm_chunk<false, Element>
-                                        : accumulate_chunk<false, Element>);
+    const auto chunk =
+        mode == Accumulate::add
+            ? (with_norm ? accumulate_norm_chunk<true, Element> : accumulate_chunk<true, Element>)
+            : (with_norm ? accumulate_norm_chunk<false, Element>
+                         : accumulate_chunk<false, Element>);
     sum = chunk(accumulator + begin, static_cast<const Element*>(gradient) + begin, count, weight);
   });
   return sum;

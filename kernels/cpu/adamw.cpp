@@ -12,13 +12,9 @@ POISE_BODY void store(Low* low, std::int64_t index, float value) {
 }
 
 template <bool decoupled, class Gradient, class Low>
-void update_chunk(float* __restrict master,
-                  Low* __restrict low,
-                  const Gradient* __restrict gradient,
-                  float* __restrict moment1,
-                  float* __restrict moment2,
-                  std::int64_t count,
-                  AdamConstants constants) {
+void update_chunk(float* __restrict master, Low* __restrict low,
+                  const Gradient* __restrict gradient, float* __restrict moment1,
+                  float* __restrict moment2, std::int64_t count, AdamConstants constants) {
   for (std::int64_t i = 0; i < count; ++i) {
     const AdamState old{master[i], moment1[i], moment2[i]};
     const AdamState next = adamw_body<decoupled>(old, to_float(gradient[i]), constants);
@@ -30,12 +26,8 @@ void update_chunk(float* __restrict master,
 }
 
 template <class Gradient, class Low>
-void update(const AdamArrays& arrays,
-            Low* low,
-            std::int64_t begin,
-            std::int64_t count,
-            const AdamConstants& constants,
-            bool decoupled) {
+void update(const AdamArrays& arrays, Low* low, std::int64_t begin, std::int64_t count,
+            const AdamConstants& constants, bool decoupled) {
   const auto chunk =
       decoupled ? update_chunk<true, Gradient, Low> : update_chunk<false, Gradient, Low>;
   chunk(arrays.master + begin, low, static_cast<const Gradient*>(arrays.gradient) + begin,
@@ -44,11 +36,8 @@ void update(const AdamArrays& arrays,
 
 }  // namespace
 
-void adamw(const AdamArrays& arrays,
-           std::int64_t begin,
-           std::int64_t count,
-           const AdamConstants& constants,
-           bool decoupled) {
+void adamw(const AdamArrays& arrays, std::int64_t begin, std::int64_t count,
+           const AdamConstants& constants, bool decoupled) {
   with_element(arrays.gradient_dtype, [&](auto element) {
     using Gradient = decltype(element);
     if (arrays.low == nullptr) {

@@ -6,18 +6,14 @@
 
 namespace poise::kernels::cpu {
 
-void squared_norms(const Launch& launch,
-                   DType dtype,
-                   const void* base,
-                   const Piece* pieces,
-                   std::int64_t num_pieces,
-                   double* out) {
+void squared_norms(const Launch& launch, DType dtype, const void* base, const Piece* pieces,
+                   std::int64_t num_pieces, double* out) {
   const Loops& loop = loops();
   const ChunkMap map(num_pieces, [&](std::int64_t p) { return pieces[p].end - pieces[p].begin; });
   std::vector<double> sums(map.chunks());
   map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
-    sums[number] = loop.squared_norm(dtype, base, pieces[chunk.span].begin + chunk.offset,
-                                     chunk.count);
+    sums[number] =
+        loop.squared_norm(dtype, base, pieces[chunk.span].begin + chunk.offset, chunk.count);
   });
   for (std::int64_t p = 0; p < num_pieces; ++p) {
     double sum = 0;
@@ -26,14 +22,8 @@ void squared_norms(const Launch& launch,
   }
 }
 
-void accumulate(const Launch& launch,
-                Accumulate mode,
-                float* accumulator,
-                DType gradient_dtype,
-                const void* gradient,
-                std::int64_t numel,
-                float weight,
-                double* sum_of_squares) {
+void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType gradient_dtype,
+                const void* gradient, std::int64_t numel, float weight, double* sum_of_squares) {
   const Loops& loop = loops();
   const bool with_norm = sum_of_squares != nullptr;
   const ChunkMap map(1, [&](std::int64_t) { return numel; });
@@ -48,11 +38,8 @@ void accumulate(const Launch& launch,
   for (const double sum : sums) *sum_of_squares += sum;
 }
 
-void adamw(const Launch& launch,
-           const AdamArrays& arrays,
-           const AdamSegment* segments,
-           std::int64_t num_segments,
-           const AdamSettings& settings) {
+void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* segments,
+           std::int64_t num_segments, const AdamSettings& settings) {
   const Loops& loop = loops();
   const ChunkMap map(num_segments,
                      [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
@@ -63,11 +50,8 @@ void adamw(const Launch& launch,
   });
 }
 
-void sgd(const Launch& launch,
-         const SgdArrays& arrays,
-         const SgdSegment* segments,
-         std::int64_t num_segments,
-         const SgdSettings& settings) {
+void sgd(const Launch& launch, const SgdArrays& arrays, const SgdSegment* segments,
+         std::int64_t num_segments, const SgdSettings& settings) {
   const Loops& loop = loops();
   const ChunkMap map(num_segments,
                      [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
@@ -78,12 +62,8 @@ void sgd(const Launch& launch,
   });
 }
 
-void pack(const Launch& launch,
-          DType source_dtype,
-          DType target_dtype,
-          const PackPiece* pieces,
-          std::int64_t num_pieces,
-          float scale) {
+void pack(const Launch& launch, DType source_dtype, DType target_dtype, const PackPiece* pieces,
+          std::int64_t num_pieces, float scale) {
   const Loops& loop = loops();
   const ChunkMap map(num_pieces, [&](std::int64_t p) { return pieces[p].numel; });
   map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {

@@ -18,27 +18,13 @@ struct Loops {
   // The square sum of one chunk.
   double (*squared_norm)(DType, const void* base, std::int64_t begin, std::int64_t count);
   // One chunk; returns the square sum of the new accumulator where `with_norm`.
-  double (*accumulate)(Accumulate,
-                       float* accumulator,
-                       DType,
-                       const void* gradient,
-                       std::int64_t begin,
-                       std::int64_t count,
-                       float weight,
-                       bool with_norm);
-  void (*adamw)(const AdamArrays&,
-                std::int64_t begin,
-                std::int64_t count,
-                const AdamConstants&,
+  double (*accumulate)(Accumulate, float* accumulator, DType, const void* gradient,
+                       std::int64_t begin, std::int64_t count, float weight, bool with_norm);
+  void (*adamw)(const AdamArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
                 bool decoupled);
   void (*sgd)(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
-  void (*pack)(DType source_dtype,
-               DType target_dtype,
-               const void* source,
-               void* target,
-               std::int64_t begin,
-               std::int64_t count,
-               float scale);
+  void (*pack)(DType source_dtype, DType target_dtype, const void* source, void* target,
+               std::int64_t begin, std::int64_t count, float scale);
   std::uint32_t (*stream_read)(const float* array, std::int64_t begin, std::int64_t count);
   void (*stream_update)(const AdamArrays&, std::int64_t begin, std::int64_t count);
 };

@@ -5,11 +5,8 @@ namespace poise::kernels::cpu::POISE_ISA {
 namespace {
 
 template <bool with_momentum, class Gradient>
-void update_chunk(float* __restrict master,
-                  const Gradient* __restrict gradient,
-                  float* __restrict momentum,
-                  std::int64_t count,
-                  SgdConstants constants) {
+void update_chunk(float* __restrict master, const Gradient* __restrict gradient,
+                  float* __restrict momentum, std::int64_t count, SgdConstants constants) {
   for (std::int64_t i = 0; i < count; ++i) {
     const SgdState old{master[i], with_momentum ? momentum[i] : 0.0f};
     const SgdState next = sgd_body(old, to_float(gradient[i]), constants);
@@ -26,9 +23,7 @@ void copy_chunk(Low* __restrict low, const float* __restrict master, std::int64_
 }  // namespace
 
 // The copy is a second loop: a chunk of master is still in the nearest cache.
-void sgd(const SgdArrays& arrays,
-         std::int64_t begin,
-         std::int64_t count,
+void sgd(const SgdArrays& arrays, std::int64_t begin, std::int64_t count,
          const SgdConstants& constants) {
   float* master = arrays.master + begin;
   with_element(arrays.gradient_dtype, [&](auto element) {

@@ -1,6 +1,6 @@
 // The traffic of the optimizer stage without its arithmetic, over one chunk.
-#include "kernels/cpu/isa_loops.h"
 #include "kernels/stream.h"
+#include "kernels/cpu/isa_loops.h"
 
 namespace poise::kernels::cpu::POISE_ISA {
 

@@ -4,14 +4,8 @@
 
 namespace poise::kernels::reference {
 
-void accumulate(const Launch& launch,
-                Accumulate mode,
-                float* accumulator,
-                DType gradient_dtype,
-                const void* gradient,
-                std::int64_t numel,
-                float weight,
-                double* sum_of_squares) {
+void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType gradient_dtype,
+                const void* gradient, std::int64_t numel, float weight, double* sum_of_squares) {
   for (std::int64_t i = 0; i < numel; ++i) {
     const float old = mode == Accumulate::write ? 0.0f : accumulator[i];
     accumulator[i] = accumulate_body(old, load(gradient_dtype, gradient, i), weight);

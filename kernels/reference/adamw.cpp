@@ -4,11 +4,8 @@
 
 namespace poise::kernels::reference {
 
-void adamw(const Launch&,
-           const AdamArrays& arrays,
-           const AdamSegment* segments,
-           std::int64_t num_segments,
-           const AdamSettings& settings) {
+void adamw(const Launch&, const AdamArrays& arrays, const AdamSegment* segments,
+           std::int64_t num_segments, const AdamSettings& settings) {
   for (std::int64_t s = 0; s < num_segments; ++s) {
     const AdamConstants constants =
         adam_constants(settings, segments[s].lr, segments[s].weight_decay);

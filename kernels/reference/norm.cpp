@@ -18,12 +18,8 @@ double chunk_sum(DType dtype, const void* base, std::int64_t begin, std::int64_t
 
 }  // namespace
 
-void squared_norms(const Launch&,
-                   DType dtype,
-                   const void* base,
-                   const Piece* pieces,
-                   std::int64_t num_pieces,
-                   double* out) {
+void squared_norms(const Launch&, DType dtype, const void* base, const Piece* pieces,
+                   std::int64_t num_pieces, double* out) {
   for (std::int64_t p = 0; p < num_pieces; ++p) {
     double sum = 0;
     for (std::int64_t begin = pieces[p].begin; begin < pieces[p].end; begin += kChunk) {

@@ -6,12 +6,8 @@
 
 namespace poise::kernels::reference {
 
-void pack(const Launch&,
-          DType source_dtype,
-          DType target_dtype,
-          const PackPiece* pieces,
-          std::int64_t num_pieces,
-          float scale) {
+void pack(const Launch&, DType source_dtype, DType target_dtype, const PackPiece* pieces,
+          std::int64_t num_pieces, float scale) {
   for (std::int64_t p = 0; p < num_pieces; ++p) {
     const PackPiece& piece = pieces[p];
     if (source_dtype == target_dtype && scale == 1.0f) {

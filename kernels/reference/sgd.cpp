@@ -4,11 +4,8 @@
 
 namespace poise::kernels::reference {
 
-void sgd(const Launch&,
-         const SgdArrays& arrays,
-         const SgdSegment* segments,
-         std::int64_t num_segments,
-         const SgdSettings& settings) {
+void sgd(const Launch&, const SgdArrays& arrays, const SgdSegment* segments,
+         std::int64_t num_segments, const SgdSettings& settings) {
   for (std::int64_t s = 0; s < num_segments; ++s) {
     const SgdConstants constants =
         sgd_constants(settings, segments[s].lr, segments[s].weight_decay);

@@ -11,9 +11,7 @@ namespace poise {
 namespace {
 
 // Splits by whole grains, which at::parallel_for itself does not promise.
-void torch_parallel_for(std::int64_t count,
-                        std::int64_t grain,
-                        kernels::RangeBody body,
+void torch_parallel_for(std::int64_t count, std::int64_t grain, kernels::RangeBody body,
                         void* context) {
   const std::int64_t grains = (count + grain - 1) / grain;
   at::parallel_for(0, grains, 1, [&](std::int64_t begin, std::int64_t end) {

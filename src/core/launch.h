@@ -5,14 +5,15 @@
 #include <c10/core/ScalarType.h>
 
 #include "kernels/launch.h"
+#include "poise/export.h"
 
 namespace poise {
 
 // CPU: torch's intra-op threads. CUDA: the current stream of that device. Throws Error on others.
-kernels::Launch launch_for(const c10::Device& device);
+POISE_API kernels::Launch launch_for(const c10::Device& device);
 
 // Throws Error on a type that is not fp32, bf16 or fp16.
-kernels::DType kernel_dtype(c10::ScalarType type);
+POISE_API kernels::DType kernel_dtype(c10::ScalarType type);
 
 namespace cuda {
 // A cudaStream_t. Defined in cuda/ or no_cuda/ (where it throws Error).

@@ -1,0 +1,24 @@
+// AdamW, and Adam (weight decay added to the gradient), as torch.optim's.
+#pragma once
+
+#include "poise/optim.h"
+
+namespace poise::optim {
+
+class AdamW : public Optimizer {
+ public:
+  AdamW(const config::OptimizerPolicy& policy, bool decoupled);
+
+  std::string name() const override { return decoupled_ ? "adamw" : "adam"; }
+  int num_moments() const override { return 2; }
+  void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
+             double factor, const at::Tensor& summed_stats) const override;
+
+ private:
+  double beta1_;
+  double beta2_;
+  double eps_;
+  bool decoupled_;
+};
+
+}  // namespace poise::optim
