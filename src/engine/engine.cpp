@@ -1,0 +1,180 @@
+// The door of the room: checks the order of calls and hands them to train_step.
+#include "poise/engine.h"
+
+#include "engine/impl.h"
+
+namespace poise {
+
+using engine::WindowState;
+
+Engine::Engine(const ModelView& model, const Config& config) : impl_(std::make_unique<Impl>(model, config)) {}
+Engine::~Engine() = default;
+
+namespace {
+
+// Discards the window unless it went well; the exception keeps its type.
+class WindowGuard {
+ public:
+  explicit WindowGuard(Engine& engine) : engine_(engine) {}
+  ~WindowGuard() {
+    if (!done_) engine_.discard_window();
+  }
+  void done() { done_ = true; }
+
+ private:
+  Engine& engine_;
+  bool done_ = false;
+};
+
+void stop_on_nonfinite(const Config& config, const StepResult& result) {
+  if (config.engine.on_nonfinite != config::NonFinite::stop) return;
+  if (result.status == Status::nonfinite_loss) {
+    fail("engine", "the loss is ", result.loss, " at update ", result.updates + 1,
+         "; nothing was changed. Lower the learning rate, check the data, or set engine.on_nonfinite to skip");
+  }
+  if (result.status == Status::nonfinite_gradient) {
+    fail("engine", "the gradient of parameter '", result.first_bad_parameter, "' is not finite at update ",
+         result.updates + 1, "; nothing was changed. Lower the learning rate, or set engine.on_nonfinite to skip");
+  }
+}
+
+}  // namespace
+
+StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector<double>& counts) {
+  if (impl_->state != WindowState::closed) {
+    fail("engine", "step(window) was called with ", impl_->micro_batches,
+         " micro-batches of an open window; close it with step(Last::yes) or discard_window() first");
+  }
+  if (count == 0) fail("engine", "the window has no micro-batches; pass at least one");
+  WindowGuard guard(*this);
+  impl_->open_window(counts);
+  for (std::size_t i = 0; i < count; ++i) {
+    impl_->backward(impl_->forward([&] { return loss(i); }), i + 1 == count);
+  }
+  const auto result = impl_->close_window();
+  guard.done();
+  stop_on_nonfinite(impl_->config, result);
+  return result;
+}
+
+struct Engine::ForwardScope::Impl {
+  explicit Impl(Engine::Impl& engine)
+      : watch(engine.times.forward_seconds),
+        account(engine.ledger, memory::Account::activations),
+        autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {}
+  engine::Stopwatch watch;
+  memory::AccountScope account;
+  precision::AutocastGuard autocast;
+};
+Engine::ForwardScope::ForwardScope(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::ForwardScope::ForwardScope(ForwardScope&&) noexcept = default;
+Engine::ForwardScope::~ForwardScope() = default;
+
+Engine::ForwardScope Engine::forward_scope() {
+  if (impl_->state == WindowState::summed) {
+    fail("engine", "a forward came after begin_update(); call step() first");
+  }
+  if (impl_->state == WindowState::closed) impl_->open_window({});
+  return ForwardScope(std::make_unique<ForwardScope::Impl>(*impl_));
+}
+
+void Engine::begin_window(const std::vector<double>& counts) {
+  if (impl_->state != WindowState::closed) {
+    fail("engine", "begin_window() was called in an open window of ", impl_->micro_batches,
+         " micro-batches; call it before the window's first forward");
+  }
+  impl_->open_window(counts);
+}
+
+void Engine::backward(const Loss& loss) {
+  if (impl_->state == WindowState::summed) {
+    fail("engine", "backward() came after begin_update(); call step() first");
+  }
+  if (is_boundary()) {
+    fail("engine", "backward() came for micro-batch ", impl_->micro_batches + 1, " of a window of ",
+         impl_->config.batch.accumulation, "; call step() at the boundary (is_boundary() tells)");
+  }
+  WindowGuard guard(*this);
+  if (impl_->state == WindowState::closed) impl_->open_window({});
+  impl_->backward(loss, impl_->micro_batches + 1 == impl_->config.batch.accumulation);
+  guard.done();
+}
+
+bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->config.batch.accumulation; }
+
+StepResult Engine::step(Last last) {
+  if (impl_->micro_batches == 0) {
+    fail("engine", "step() was called without a micro-batch in the window; call backward(loss) first (a plain "
+         "loss.backward() does not reach poise)");
+  }
+  if (last == Last::no && !is_boundary()) {
+    fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->config.batch.accumulation,
+         " micro-batches; call it at the boundary, or with Last::yes to close a shorter window");
+  }
+  WindowGuard guard(*this);
+  const auto result = impl_->close_window();
+  guard.done();
+  stop_on_nonfinite(impl_->config, result);
+  return result;
+}
+
+void Engine::discard_window() { impl_->discard_window(); }
+
+void Engine::begin_update() {
+  if (impl_->state != WindowState::open || impl_->micro_batches == 0) {
+    fail("engine", "begin_update() was called without an open window; call backward(loss) first");
+  }
+  engine::Stopwatch watch(impl_->times.update_seconds);
+  impl_->sum_up();
+  impl_->state = WindowState::summed;
+}
+
+at::Tensor Engine::gradient(const std::string& name) {
+  if (impl_->state != WindowState::summed) {
+    fail("engine", "gradient('", name, "') was asked outside begin_update() and step(); call begin_update() first");
+  }
+  const int entry = impl_->table.find(name);
+  const auto& place = impl_->table.entries()[static_cast<std::size_t>(entry)];
+  if (!place.trainable) fail("engine", "parameter '", name, "' is frozen and has no gradient");
+  const auto lent = impl_->lent.find(entry);
+  if (lent != impl_->lent.end()) return lent->second.gradient;
+  memory::AccountScope scope(impl_->ledger, memory::Account::gradients);
+  const auto sum = impl_->store.view_of(entry, impl_->store.flat(place.flat).accumulator);
+  const double tokens = impl_->sums.totals.tokens;
+  auto mean = sum.to(at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
+  impl_->lent[entry] = {mean, mean.clone()};
+  return mean;
+}
+
+void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->table.find(name)); }
+
+at::Tensor Engine::master(const std::string& name) const {
+  const int entry = impl_->table.find(name);
+  const auto& tensors = impl_->store.flat(impl_->table.entries()[static_cast<std::size_t>(entry)].flat);
+  return impl_->store.view_of(entry, tensors.master.defined() ? tensors.master : tensors.values);
+}
+
+const Config& Engine::config() const { return impl_->config; }
+const ParamTable& Engine::table() const { return impl_->table; }
+const memory::Ledger& Engine::ledger() const { return impl_->ledger; }
+double Engine::learning_rate() const { return impl_->learning_rate(); }
+double Engine::loss_scale() const { return impl_->scaler.scale(); }
+std::int64_t Engine::updates() const { return impl_->updates; }
+std::int64_t Engine::skipped_updates() const { return impl_->skipped; }
+std::int64_t Engine::micro_batches() const { return impl_->micro_batches; }
+
+// Stop 11's other half: the schedule counts applied updates.
+double Engine::Impl::learning_rate() const {
+  auto schedule = config.schedule;
+  if (schedule.total_updates == 0) schedule.total_updates = config.train.max_updates;
+  return config.optimizer.lr * optim::schedule_multiplier(schedule, updates);
+}
+
+std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {
+  std::vector<optim::GroupSettings> settings;
+  const double lr = learning_rate();
+  for (const auto& group : optimizer_spans.groups) settings.push_back({lr * group.lr_multiplier, group.weight_decay});
+  return settings;
+}
+
+}  // namespace poise

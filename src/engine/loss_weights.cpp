@@ -1,0 +1,181 @@
+#include "engine/loss_weights.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cmath>
+
+#include "poise/log.h"
+
+namespace poise {
+
+namespace {
+at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::TensorOptions().dtype(at::kDouble)); }
+
+Loss make_loss(at::Tensor value, Loss::Kind kind, at::Tensor count) {
+  Loss loss(std::move(value));
+  loss.kind = kind;
+  loss.count = std::move(count);
+  return loss;
+}
+}  // namespace
+
+Loss Loss::mean(at::Tensor value, double count) { return mean(std::move(value), host_scalar(count)); }
+Loss Loss::mean(at::Tensor value, at::Tensor count) {
+  return make_loss(std::move(value), Kind::mean, std::move(count));
+}
+Loss Loss::sum(at::Tensor value, double count) { return sum(std::move(value), host_scalar(count)); }
+Loss Loss::sum(at::Tensor value, at::Tensor count) {
+  return make_loss(std::move(value), Kind::sum, std::move(count));
+}
+Loss Loss::per_token(at::Tensor values) { return make_loss(std::move(values), Kind::per_token, {}); }
+
+namespace engine {
+namespace {
+
+constexpr std::size_t kLossSlot = 0;
+constexpr std::size_t kTokenSlot = 1;  // the terms follow
+
+void check_value(const at::Tensor& value, bool scalar) {
+  if (!value.defined()) fail("engine", "the loss is an undefined tensor; return the loss of the micro-batch");
+  if (!at::isFloatingType(value.scalar_type())) {
+    fail("engine", "the loss is of type ", value.scalar_type(), "; return a floating point tensor");
+  }
+  if (scalar && value.numel() != 1) {
+    fail("engine", "the loss has ", value.numel(), " elements (shape ", value.sizes(),
+         "); return a scalar, or per-token losses as Loss::per_token");
+  }
+}
+
+}  // namespace
+
+LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device device)
+    : weighting_(weighting), fp16_(fp16) {
+  sums_ = at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+void LossWeights::begin_window(std::vector<double> counts) {
+  for (const double count : counts) {
+    if (!std::isfinite(count) || count < 0) {
+      fail("engine", "a count of the window is ", count, "; counts are numbers of tokens, 0 or more");
+    }
+  }
+  if (!counts.empty() && counts.front() == 0) {
+    fail("engine", "the window counts 0 tokens for its main loss; terms cannot be weighed against it");
+  }
+  counts_ = std::move(counts);
+  const auto slots = static_cast<std::int64_t>(std::max<std::size_t>(2, 1 + counts_.size()));
+  if (sums_.numel() == slots) {
+    sums_.zero_();
+  } else {
+    sums_ = at::zeros({slots}, sums_.options());
+  }
+}
+
+LossWeights::Part LossWeights::part_of(const at::Tensor& value,
+                                       Loss::Kind kind,
+                                       const at::Tensor& count,
+                                       bool is_term) {
+  check_value(value, kind != Loss::Kind::per_token);
+  const auto type = value.scalar_type();
+  // Widened before it is weighted: n times a 16-bit loss overflows.
+  auto wide = type == at::kHalf || type == at::kBFloat16 ? value.to(at::kFloat) : value;
+  Part part;
+  part.is_mean = kind == Loss::Kind::mean;
+  part.value = kind == Loss::Kind::per_token ? wide.sum() : wide.reshape({});
+  part.count = count;
+  if (!count.defined()) {
+    if (kind == Loss::Kind::sum) {
+      fail("engine", "a loss that is a sum came without its number of tokens; return Loss::sum(value, count)");
+    }
+    part.count = host_scalar(kind == Loss::Kind::per_token ? static_cast<double>(value.numel()) : 1.0);
+    if (part.is_mean && !is_term && weighting_ == config::LossWeighting::tokens && !uncounted_noted_) {
+      log::info("a mean loss came without its number of tokens: micro-batches weigh the same (said once; "
+                "return the count too, or set engine.loss_weighting to micro_batch_mean)");
+      uncounted_noted_ = true;
+    }
+  } else if (count.numel() != 1) {
+    fail("engine", "the loss's count has ", count.numel(), " elements; return one number of tokens");
+  }
+  if (part.is_mean && !is_term && weighting_ == config::LossWeighting::micro_batch_mean) {
+    part.count = host_scalar(1.0);
+  }
+  if (part.count.device().is_cpu()) {
+    part.host_count = part.count.item<double>();
+    if (!std::isfinite(*part.host_count) || *part.host_count < 0) {
+      fail("engine", "the loss's count is ", *part.host_count, "; it is a number of tokens, 0 or more");
+    }
+  }
+  return part;
+}
+
+at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale, std::size_t slot) {
+  const double exact = std::ldexp(share * scale, -q());
+  const bool empty = part.host_count == 0.0;
+  {
+    at::NoGradGuard no_grad;
+    const auto sum = [&](std::size_t i) { return sums_.select(0, static_cast<std::int64_t>(i)); };
+    sum(slot).add_(part.count);
+    if (!empty) {
+      auto loss = part.value.detach().to(at::kDouble);
+      if (part.is_mean) loss = at::where(part.count > 0, loss * part.count, at::zeros({}, loss.options()));
+      sum(kLossSlot).add_(loss, share);
+    }
+  }
+  if (empty) return {};  // a mean over nothing is NaN, and so may be its gradient
+  if (!part.is_mean) return part.value * exact;
+  if (part.host_count) return part.value * (*part.host_count * exact);
+  // The count is on the device: no read, so an empty mean is masked instead of left out.
+  const auto weighted = part.value * part.count.to(part.value.scalar_type()) * exact;
+  return at::where(part.count > 0, weighted, at::zeros({}, weighted.options()));
+}
+
+at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
+  if (!loss.terms.empty() && counts_.size() != 1 + loss.terms.size()) {
+    fail("engine", "a loss with ", loss.terms.size(), " further terms needs the window's counts before its "
+         "first forward (", 1 + loss.terms.size(), " of them, got ", counts_.size(),
+         "); pass counts to step() or begin_window()");
+  }
+  const auto main = part_of(loss.value, loss.kind, loss.count, false);
+  if (!q_) {
+    q_ = 0;
+    const double n = main.is_mean || fp16_ ? main.count.item<double>() : 1.0;  // one read per run
+    if (fp16_ && n > 1) q_ = static_cast<int>(std::ceil(std::log2(n)));
+  }
+  auto total = weigh_part(main, 1.0, scale, kTokenSlot);
+  for (std::size_t t = 0; t < loss.terms.size(); ++t) {
+    const auto& term = loss.terms[t];
+    if (counts_[t + 1] <= 0) continue;
+    const auto part = part_of(term.value, term.kind, term.count, true);
+    const double share = term.weight * counts_[0] / counts_[t + 1];
+    const auto weighted = weigh_part(part, share, scale, kTokenSlot + 1 + t);
+    if (weighted.defined()) total = total.defined() ? total + weighted : weighted;
+  }
+  if (total.defined() && !total.requires_grad()) {
+    fail("engine", "the loss does not depend on any trainable parameter (it has no gradient); return it "
+         "with its graph: no detach(), no no_grad, no .item()");
+  }
+  return total;
+}
+
+LossWeights::Totals LossWeights::totals() const {
+  const auto host = sums_.cpu();
+  const auto* sums = host.const_data_ptr<double>();
+  Totals totals;
+  totals.tokens = sums[kTokenSlot];
+  totals.loss = totals.tokens > 0 ? sums[kLossSlot] / totals.tokens : 0.0;
+  if (!std::isfinite(sums[kLossSlot])) totals.loss = sums[kLossSlot];
+  for (std::size_t i = 0; i < counts_.size(); ++i) {
+    if (sums[kTokenSlot + i] != counts_[i]) {
+      fail("engine", "the window was announced with ", counts_[i], " tokens for ",
+           i == 0 ? std::string("its main loss") : join("term ", i), ", but its micro-batches counted ",
+           sums[kTokenSlot + i], "; pass the totals over all micro-batches of the window");
+    }
+  }
+  return totals;
+}
+
+double LossWeights::mean_factor(double tokens) const { return std::ldexp(1.0 / tokens, q()); }
+
+}  // namespace engine
+}  // namespace poise

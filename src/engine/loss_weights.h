@@ -1,0 +1,62 @@
+// Stop 6: weighs the losses of a window's micro-batches so that their gradients add up to the gradient
+// of the mean over all counted tokens, and keeps the sums that stop 8 divides by.
+//
+// [Note: weights without look-ahead] A mean over n tokens is weighted n 2^-q, a sum 2^-q; the division
+// by N = sum of n comes once, when the window closes. q is 0 except in fp16, where it is
+// ceil(log2 n) of the run's first micro-batch, so that the weighted loss stays near its own size.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "poise/config.h"
+#include "poise/engine.h"
+
+namespace poise::engine {
+
+class LossWeights {
+ public:
+  // `fp16`: whether q is read from the first micro-batch.
+  LossWeights(config::LossWeighting weighting, bool fp16, at::Device device);
+
+  // `counts`: totals of the window for the main loss and each term; empty where there are no terms.
+  void begin_window(std::vector<double> counts);
+
+  // The scalar to run backward on, weighted and multiplied by `scale`. Undefined where nothing was
+  // counted. Throws Error on a loss that cannot be weighted.
+  at::Tensor weigh(const Loss& loss, double scale);
+
+  struct Totals {
+    double tokens = 0;  // N
+    double loss = 0;    // mean over N; NaN or inf where a micro-batch's was
+  };
+  // Reads the sums (the window's host sync). Throws Error where begin_window's counts were wrong.
+  Totals totals() const;
+
+  // Makes a gradient sum a mean: 2^q / N.
+  double mean_factor(double tokens) const;
+
+  int q() const { return q_.value_or(0); }
+
+ private:
+  struct Part {
+    at::Tensor value;                // scalar, at least fp32
+    at::Tensor count;                // 0-dim
+    std::optional<double> host_count;  // where reading it costs nothing
+    bool is_mean = true;
+  };
+  Part part_of(const at::Tensor& value, Loss::Kind kind, const at::Tensor& count, bool is_term);
+  at::Tensor weigh_part(const Part& part, double share, double scale, std::size_t slot);
+
+  config::LossWeighting weighting_;
+  bool fp16_;
+  std::optional<int> q_;
+  std::vector<double> counts_;
+  bool uncounted_noted_ = false;
+  // fp64 on the device: [0] loss sum, [1] N, [2...] counts of the terms.
+  at::Tensor sums_;
+};
+
+}  // namespace poise::engine
