@@ -1,5 +1,5 @@
 // Stop 0: puts an engine together, once.
-#include <ATen/Functions.h>
+#include <ATen/ops/zeros_like.h>
 #include <fnmatch.h>
 
 #include <algorithm>

@@ -1,6 +1,9 @@
 #include "engine/loss_weights.h"
 
-#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/core/grad_mode.h>
 
 #include <cmath>
@@ -98,7 +101,8 @@ LossWeights::Part LossWeights::part_of(const at::Tensor& value,
     fail("engine", "the loss's count has ", count.numel(), " elements; return one number of tokens");
   }
   if (part.is_mean && !is_term && weighting_ == config::LossWeighting::micro_batch_mean) {
-    part.count = host_scalar(1.0);
+    // A masked-out micro-batch still counts nothing: its mean is NaN.
+    part.count = count.defined() ? count.gt(0).to(at::kDouble) : host_scalar(1.0);
   }
   if (part.count.device().is_cpu()) {
     part.host_count = part.count.item<double>();
@@ -139,8 +143,8 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
   const auto main = part_of(loss.value, loss.kind, loss.count, false);
   if (!q_) {
     q_ = 0;
-    const double n = main.is_mean || fp16_ ? main.count.item<double>() : 1.0;  // one read per run
-    if (fp16_ && n > 1) q_ = static_cast<int>(std::ceil(std::log2(n)));
+    const double n = fp16_ ? main.count.item<double>() : 1.0;  // one read per run
+    if (n > 1) q_ = static_cast<int>(std::ceil(std::log2(n)));
   }
   auto total = weigh_part(main, 1.0, scale, kTokenSlot);
   for (std::size_t t = 0; t < loss.terms.size(); ++t) {

@@ -1,5 +1,6 @@
 // One update, stop by stop (docs/dataflow.md has the table). Nothing else knows the order.
-#include <ATen/Functions.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>

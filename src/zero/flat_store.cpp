@@ -1,6 +1,6 @@
 #include "zero/flat_store.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
