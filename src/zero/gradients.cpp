@@ -97,9 +97,9 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
   const auto ordered = dense(entry, gradient);
   if (flat.scalar_type() == at::kFloat) {
     auto* norm = last_ ? squared_norms_.mutable_data_ptr<double>() + entry : nullptr;
-    kernels::accumulate(kernels::launch_for(flat.device()),
+    kernels::accumulate(launch_for(flat.device()),
                         state.arrived ? kernels::Accumulate::add : kernels::Accumulate::write,
-                        flat.mutable_data_ptr<float>() + place.offset, kernels::kernel_dtype(ordered.scalar_type()),
+                        flat.mutable_data_ptr<float>() + place.offset, kernel_dtype(ordered.scalar_type()),
                         ordered.const_data_ptr(), place.numel, 1.0f, norm);
     state.norm_valid = last_;
   } else {  // 16-bit accumulators, only where the config asks for them
@@ -132,7 +132,7 @@ void Gradients::make_norm(int entry) {
   const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
   const auto& flat = store_.flat(place.flat).accumulator;
   const kernels::Piece piece{place.offset, place.offset + place.numel};
-  kernels::squared_norms(kernels::launch_for(flat.device()), kernels::kernel_dtype(flat.scalar_type()),
+  kernels::squared_norms(launch_for(flat.device()), kernel_dtype(flat.scalar_type()),
                          flat.const_data_ptr(), &piece, 1, squared_norms_.mutable_data_ptr<double>() + entry);
   entries_[static_cast<std::size_t>(entry)].norm_valid = true;
 }
