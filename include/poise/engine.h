@@ -73,6 +73,7 @@ class POISE_API Engine {
 
   // The same over a range of batches: loss(batch) -> Loss or Tensor.
   template <class Window, class Fn>
+    requires requires(Window& range) { std::begin(range); }
   StepResult step(Window&& window, Fn&& loss) {
     auto it = std::begin(window);
     const auto count = static_cast<std::size_t>(std::distance(it, std::end(window)));

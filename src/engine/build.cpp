@@ -101,6 +101,7 @@ memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& 
 
 Engine::Impl::Impl(const ModelView& model, const Config& wanted)
     : config(validated(wanted)),
+      accumulation(config::accumulation(config.batch)),
       table(model),
       store(model, table, config.precision, with_budget(ledger, config.memory)),
       gradients(table, store),

@@ -92,15 +92,15 @@ void Engine::backward(const Loss& loss) {
   }
   if (is_boundary()) {
     fail("engine", "backward() came for micro-batch ", impl_->micro_batches + 1, " of a window of ",
-         impl_->config.batch.accumulation, "; call step() at the boundary (is_boundary() tells)");
+         impl_->accumulation, "; call step() at the boundary (is_boundary() tells)");
   }
   WindowGuard guard(*this);
   if (impl_->state == WindowState::closed) impl_->open_window({});
-  impl_->backward(loss, impl_->micro_batches + 1 == impl_->config.batch.accumulation);
+  impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation);
   guard.done();
 }
 
-bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->config.batch.accumulation; }
+bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumulation; }
 
 StepResult Engine::step(Last last) {
   if (impl_->micro_batches == 0) {
@@ -108,7 +108,7 @@ StepResult Engine::step(Last last) {
          "loss.backward() does not reach poise)");
   }
   if (last == Last::no && !is_boundary()) {
-    fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->config.batch.accumulation,
+    fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->accumulation,
          " micro-batches; call it at the boundary, or with Last::yes to close a shorter window");
   }
   WindowGuard guard(*this);

@@ -85,6 +85,7 @@ struct Engine::Impl {
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
+  const std::int64_t accumulation;  // micro-batches of a full window
   const ParamTable table;
   memory::Ledger ledger;
   zero::FlatStore store;

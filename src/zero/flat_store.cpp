@@ -25,7 +25,8 @@ at::ScalarType kept_type(const ParamTable::Flat& flat, const config::PrecisionPo
 }
 
 void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& parameter) {
-  if (torch::autograd::impl::post_acc_grad_hooks(parameter)) {
+  // Only a tensor that requires gradients has the metadata that hooks live in.
+  if (parameter.requires_grad() && torch::autograd::impl::post_acc_grad_hooks(parameter)) {
     fail("zero", "parameter '", name, "' has a post-accumulate-grad hook, which never runs here because "
          "gradients go straight into poise's accumulators; remove the hook, or read "
          "engine.gradient(name) after begin_update()");
