@@ -1,0 +1,48 @@
+"""The measurements behind `poise bench`: one line per figure, with the aim it is held to."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+# Name -> module:function, which yields one dict per figure.
+_MEASUREMENTS = {
+    "optimizer_stage": "poise.bench.optimizer:optimizer_stage",
+    "tiny_params": "poise.bench.optimizer:tiny_params",
+}
+
+
+def reaches_aim(figure: dict) -> bool:
+    if figure["better"] == "higher":
+        return figure["value"] >= figure["aim"]
+    return figure["value"] <= figure["aim"]
+
+
+def _readable(figure: dict) -> str:
+    sign = ">=" if figure["better"] == "higher" else "<="
+    verdict = "reached" if reaches_aim(figure) else "NOT reached"
+    return f"{figure['figure']:28} {figure['value']:8.3f}   aim {sign} {figure['aim']:<6} {verdict}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="poise bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(_MEASUREMENTS))
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--out", default="out/bench/bench.jsonl", help="file the lines go to")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in _MEASUREMENTS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(_MEASUREMENTS)}")
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", encoding="utf-8") as file:
+        for name in options.names or _MEASUREMENTS:
+            module, function = _MEASUREMENTS[name].split(":")
+            for figure in getattr(importlib.import_module(module), function)():
+                file.write(json.dumps(figure) + "\n")
+                file.flush()
+                print(json.dumps(figure) if options.json else _readable(figure), flush=True)
+    return 0

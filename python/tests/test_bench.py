@@ -1,0 +1,60 @@
+"""The benchmark's own promises: equal work on both sides, and lines that say what was reached."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from poise import _C, Error, bench
+from poise.bench import optimizer
+
+
+def test_both_sides_do_the_same_update():
+    sizes = [16, 300, 77]
+    ranges, padded = optimizer._ranges(sizes, optimizer.ALIGNMENT)
+    ours = optimizer._Ours(ranges, padded, low=True)
+    theirs = optimizer._Torch(sizes, low=True, unscale=True)
+    with torch.no_grad():
+        for (begin, end), parameter in zip(ranges, theirs.parameters, strict=True):
+            parameter.copy_(ours.master[begin:end])
+            parameter.grad.copy_(ours.gradient[begin:end])
+    for _ in range(3):
+        ours.update()
+        theirs.update()
+    for (begin, end), parameter, low in zip(ranges, theirs.parameters, theirs.low, strict=True):
+        torch.testing.assert_close(ours.master[begin:end], parameter.data, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours.low[begin:end], low, rtol=1e-2, atol=1e-2)
+        assert torch.equal(ours.low[begin:end], ours.master[begin:end].bfloat16())
+
+
+def test_nothing_is_written_where_a_gradient_is_not_finite():
+    ours = optimizer._Ours([(0, 100)], 256, low=True)
+    ours.gradient[7] = float("inf")
+    before = ours.master.clone()
+    ours.update()
+    assert torch.equal(ours.master, before)
+
+
+def test_wrong_tensors_are_refused():
+    flat = torch.zeros(8)
+    flats = _C.OptimizerFlats(flat, flat.double(), flat, flat)
+    with pytest.raises(Error, match="float32 CPU tensors"):
+        _C.stream_pass(_C.OptimizerFlats(flat, flat.double(), flat, flat, flat.bfloat16()))
+    with pytest.raises(Error, match="give one"):
+        _C.stream_pass(flats)
+
+
+def test_lines_are_printed_and_kept(tmp_path, capsys, monkeypatch):
+    def tiny():
+        yield {"figure": "tiny_params_vs_torch", "value": 2.0, "aim": 3.0, "better": "higher"}
+
+    monkeypatch.setattr(optimizer, "tiny_params", tiny)
+    out = tmp_path / "deep" / "bench.jsonl"
+    assert bench.main(["tiny_params", "--json", "--out", str(out)]) == 0
+    line = capsys.readouterr().out.strip()
+    assert json.loads(line) == json.loads(out.read_text())
+    bench.main(["tiny_params", "--out", str(out)])
+    assert "NOT reached" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["nothing", "--out", str(out)])
