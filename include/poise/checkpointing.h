@@ -1,6 +1,6 @@
 // Recomputing activations: the same outputs and gradients with less kept between forward and
-// backward. Non-reentrant (saved-tensor hooks): each parameter's gradient hook runs once, keyword and
-// nested inputs, frozen inputs and early stop work, and it nests with torch's own checkpoint.
+// backward. Non-reentrant (saved-tensor hooks): each parameter's gradient hook runs once, keyword
+// and nested inputs, frozen inputs and early stop work, and it nests with torch's own checkpoint.
 // (Chen et al. 2016, arXiv:1604.06174.)
 #pragma once
 
@@ -18,46 +18,80 @@
 
 namespace poise::checkpointing {
 
-// Runs `forward` now and again in backward, keeping only what it captured and its outputs. The random
-// state of the CPU (and the current CUDA device), autocast and grad mode are replayed; where
-// recompute saves other tensors than forward did (count, shape, dtype), backward throws Error.
-// `forward` must not change state outside (batch norms of torch::nn::BatchNorm* are handled by
-// recomputing(): ask it before updating statistics of your own).
-POISE_API std::vector<at::Tensor> recompute(std::function<std::vector<at::Tensor>()> forward);
-POISE_API at::Tensor recompute(std::function<at::Tensor(const at::Tensor&)> forward, const at::Tensor& input);
+// What a recomputed region does beyond recomputing.
+struct Options {
+  // Buffers that `forward` updates (running statistics of batch norms): the second run leaves them
+  // as it found them. `module->buffers()` will do.
+  std::vector<at::Tensor> buffers = {};
+  // Selective: outputs of kept_linear() and kept_attention() stay from the first run, all else is
+  // recomputed.
+  enum class Keep { nothing, marked } keep = Keep::nothing;
+};
+
+// Runs `forward` now and again in backward, keeping only its inputs, what it captured and its
+// outputs. The random state of the CPU (and the current CUDA device), autocast and grad mode are
+// replayed; where recompute saves other tensors than forward did (count, shape, dtype), backward
+// throws Error. `forward` must not change state outside; where it does, ask recomputing() first.
+// Nested regions free what lies between them if it is handed in as `inputs`; what a closure
+// captured stays. Without grad mode `forward` simply runs.
+using Tensors = std::vector<at::Tensor>;
+POISE_API Tensors recompute(std::function<Tensors(const Tensors&)> forward, const Tensors& inputs,
+                            Options options = {});
+POISE_API Tensors recompute(std::function<Tensors()> forward, Options options = {});
+POISE_API at::Tensor recompute(std::function<at::Tensor(const at::Tensor&)> forward,
+                               const at::Tensor& input, Options options = {});
 
 // Whether the calling thread is inside the second run of a recompute().
 POISE_API bool recomputing();
 
-// Which of `units` (names in forward order) the policy recomputes: one flag each. Throws Error on an
-// unknown policy or a pattern of `list` that matches no unit.
+// x through all units; those with a flag are recomputed, each as a region of its own.
+POISE_API at::Tensor sequential(
+    const std::vector<std::function<at::Tensor(const at::Tensor&)>>& units,
+    const std::vector<bool>& flags, at::Tensor x, const Options& options = {});
+
+// at::linear and at::scaled_dot_product_attention (no mask, no dropout), same bits. In a region
+// with Keep::marked their outputs stay from the first run. Attention is kept where the CPU's fused
+// kernel applies; elsewhere it is recomputed.
+POISE_API at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& weight,
+                                 const at::Tensor& bias);
+enum class Mask { none, causal };
+POISE_API at::Tensor kept_attention(const at::Tensor& query, const at::Tensor& key,
+                                    const at::Tensor& value, Mask mask);
+
+// Which of `units` (names in forward order) the policy recomputes: one flag each. every_n: units n,
+// 2n,
+// ... counted from 1; sqrt: all but about sqrt(count) evenly spread ones, the last among them;
+// first_m: the first n; list: shell patterns; selective: all, with Keep::marked. Throws Error on an
+// unknown policy, an n that fits no unit, or a pattern that matches none.
 POISE_API std::vector<bool> recomputed_units(const config::CheckpointingPolicy& policy,
                                              const std::vector<std::string>& units);
 
 // Sum of cross-entropy over rows without ever holding all logits: projection and loss run by chunks
 // of `chunk_tokens` rows, recomputed in backward. hidden [tokens, width], weight [classes, width],
 // bias [classes] or undefined, targets int64 [tokens]; rows whose target is `ignore_index` count 0.
-// Returns {loss_sum (fp32 scalar), counted (int64 scalar)}. The logits are computed in the dtype autocast gives and summed in fp32.
+// Returns {loss_sum (fp32 scalar; fp64 for fp64 logits), counted (int64 scalar)}. Logits are
+// computed in the dtype autocast gives, softmax in fp32. A target outside the classes throws Error.
 struct LossSum {
   at::Tensor loss_sum;
   at::Tensor counted;
 };
-POISE_API LossSum chunked_cross_entropy(const at::Tensor& hidden,
-                                        const at::Tensor& weight,
-                                        const at::Tensor& bias,
-                                        const at::Tensor& targets,
+POISE_API LossSum chunked_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                        const at::Tensor& bias, const at::Tensor& targets,
                                         std::int64_t chunk_tokens,
                                         std::int64_t ignore_index = -100);
 
 // How saved-tensor hooks reach autograd. A pure C++ process needs nothing: the first recompute()
-// installs an engine that asks for them. A Python process must not replace its engine, so the binding
-// registers a provider at import.
+// installs an engine that asks for them. A Python process must not replace its engine, so the
+// binding registers a provider at import.
 class SavedTensorHooks {
  public:
   virtual ~SavedTensorHooks() = default;
-  virtual std::shared_ptr<void> pack(const at::Tensor& tensor) = 0;   // keeps what unpack needs
+  // Keeps what unpack needs. Throws EverythingRecomputed to leave a second run early.
+  virtual std::shared_ptr<void> pack(const at::Tensor& tensor) = 0;
   virtual at::Tensor unpack(const std::shared_ptr<void>& packed) = 0;
 };
+// Not a std::exception, so that handlers in user code let it pass.
+struct POISE_API EverythingRecomputed {};
 class HookProvider {
  public:
   virtual ~HookProvider() = default;
