@@ -5,6 +5,7 @@
 namespace py = pybind11;
 
 namespace poise::python {
+void bind_cli(py::module_& module);
 void bind_core(py::module_& module);
 void bind_kernels(py::module_& module);
 }  // namespace poise::python
@@ -14,5 +15,6 @@ PYBIND11_MODULE(_C, module) {
   module.doc() =
       "The C++ core of poise. Use the package poise; this module follows it without notice.";
   bind_core(module);  // first: the others throw its exceptions
+  bind_cli(module);
   bind_kernels(module);
 }

@@ -27,6 +27,8 @@ ARROWS = {
 }
 # Single files that others may see, each with its reason.
 DOORS = {
+    # `poise doctor` names the instruction sets.
+    ("cli", "kernels/isa.h"),
     # How a kernel is told where to run; core makes one from torch's threads for all rooms.
     ("core", "kernels/launch.h"),
     # Text only; unknown keys name the nearest known one, as unknown parameters do.

@@ -1,0 +1,98 @@
+// The lines before the first update.
+#include "cli/banner.h"
+
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "poise/memory.h"
+#include "poise/precision.h"
+
+namespace poise::cli {
+namespace {
+
+const char* name(config::DType dtype) {
+  return dtype == config::DType::fp32 ? "fp32" : dtype == config::DType::bf16 ? "bf16" : "fp16";
+}
+
+// 1234567 -> "1,234,567"
+std::string grouped(std::int64_t number) {
+  const std::string digits = std::to_string(number);
+  std::string text;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return text;
+}
+
+std::string arithmetic(const Config& config) {
+  const auto& batch = config.batch;
+  const auto accumulation = config::accumulation(batch);
+  const auto global = batch.micro_batch_size * accumulation;
+  return join("  micro-batch ", batch.micro_batch_size, " x accumulation ", accumulation,
+              " x ranks 1 = global batch ", global, ", ",
+              grouped(global * config.model.sequence_length), " tokens an update");
+}
+
+std::string parameters(const ModelView& model) {
+  std::int64_t all = 0, trained = 0;
+  for (const auto& [name, tensor] : model.parameters) {
+    all += tensor.numel();
+    trained += tensor.requires_grad() ? tensor.numel() : 0;
+  }
+  return grouped(trained) + " of " + grouped(all) + " parameters are trained";
+}
+
+std::string types(const config::PrecisionPolicy& precision) {
+  const bool autocast = precision::autocast_dtype(precision).has_value();
+  return join("kept in ", name(precision.parameters), ", masters fp32, forward ",
+              name(precision.dtype), autocast ? " (autocast)" : "");
+}
+
+// Which kernel torch takes for the attention of this run: asked with tensors of its shape.
+std::string attention(const Config& config, c10::Device device) {
+  const auto dtype = config.precision.dtype;
+  const auto q = at::empty({1, config.model.heads, config.model.sequence_length,
+                            config.model.width / config.model.heads},
+                           at::TensorOptions(precision::scalar_type(dtype)).device(device))
+                     .requires_grad_();
+  const char* names[] = {"math", "flash", "efficient", "cudnn"};
+  const auto choice = at::_fused_sdp_choice(q, q, q, {}, config.model.dropout, /*is_causal=*/true);
+  return choice >= 0 && choice < 4 ? names[choice] : std::to_string(choice);
+}
+
+std::string length(const Config& config, const data::ByteCorpus& corpus) {
+  const auto window = config.batch.micro_batch_size * config::accumulation(config.batch);
+  const double epochs = static_cast<double>(config.train.max_updates * window) /
+                        static_cast<double>(std::max<std::int64_t>(1, corpus.size()));
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f", epochs);
+  return join("  ", grouped(corpus.size()), " samples of ", config.model.sequence_length,
+              " bytes in ", corpus.files(), " files; ", grouped(config.train.max_updates),
+              " updates are ", text, " epochs");
+}
+
+}  // namespace
+
+std::vector<std::string> banner(const Config& config, const ModelView& model,
+                                const data::ByteCorpus& corpus, const std::vector<bool>& recomputed,
+                                c10::Device device) {
+  const auto count = std::count(recomputed.begin(), recomputed.end(), true);
+  const auto budget = config.memory.budget_bytes;
+  return {
+      join("poise trains ", config.model.builtin, " on ", device.str()),
+      arithmetic(config),
+      length(config, corpus),
+      join("  ", parameters(model), "; ", types(config.precision)),
+      join("  ", config.optimizer.type, ", learning rate ", config.optimizer.lr, ", ",
+           config.schedule.type, ", warmup ", config.schedule.warmup_updates,
+           "; attention by torch's ", attention(config, device), " kernel"),
+      join("  recomputed blocks: ", count, " of ", recomputed.size(), " (",
+           config.checkpointing.policy,
+           "); memory budget: ", budget == 0 ? "none" : memory::format_bytes(budget)),
+  };
+}
+
+}  // namespace poise::cli

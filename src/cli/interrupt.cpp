@@ -1,0 +1,35 @@
+// A signal handler can reach nothing but a global, hence the one here.
+#include "cli/interrupt.h"
+
+#include <signal.h>
+
+namespace poise::cli {
+namespace {
+
+volatile std::sig_atomic_t received = 0;
+
+void note(int signal) { received = signal; }
+
+}  // namespace
+
+InterruptScope::InterruptScope() {
+  received = 0;
+  struct sigaction action = {};
+  action.sa_handler = note;
+  sigemptyset(&action.sa_mask);
+  // The default comes back after the first signal: a run that hangs can still be ended.
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  sigaction(SIGINT, &action, &old_int_);
+  sigaction(SIGTERM, &action, &old_term_);
+}
+
+InterruptScope::~InterruptScope() {
+  sigaction(SIGINT, &old_int_, nullptr);
+  sigaction(SIGTERM, &old_term_, nullptr);
+}
+
+void InterruptScope::check() const {
+  if (received != 0) throw Interrupted{received};
+}
+
+}  // namespace poise::cli

@@ -1,0 +1,30 @@
+// Ctrl-C and SIGTERM during a run: noted by a handler, acted on between micro-batches.
+#pragma once
+
+#include <csignal>
+
+namespace poise::cli {
+
+// Thrown out of the loss function; the engine discards the open window.
+struct Interrupted {
+  int signal;
+};
+
+// While it lives, SIGINT and SIGTERM are noted instead of ending the process; a second one does end
+// it.
+class InterruptScope {
+ public:
+  InterruptScope();
+  ~InterruptScope();
+  InterruptScope(const InterruptScope&) = delete;
+  InterruptScope& operator=(const InterruptScope&) = delete;
+
+  // Throws Interrupted if a signal has come.
+  void check() const;
+
+ private:
+  struct sigaction old_int_;
+  struct sigaction old_term_;
+};
+
+}  // namespace poise::cli
