@@ -12,6 +12,9 @@ from pathlib import Path
 _MEASUREMENTS = {
     "optimizer_stage": "poise.bench.optimizer:optimizer_stage",
     "tiny_params": "poise.bench.optimizer:tiny_params",
+    "step_vs_torch": "poise.bench.step:step_vs_torch",
+    "cpp_vs_python": "poise.bench.step:cpp_vs_python",
+    "peak_flat": "poise.bench.step:peak_flat",
 }
 
 
