@@ -91,7 +91,7 @@ def step_vs_torch(repeats: int = 20) -> Iterator[dict]:
 
 
 def _cpp_seconds(folder: Path, updates: int) -> float:
-    """Seconds per update of the C++ driver (`poise train`), whole run less a run of one update."""
+    """Median seconds per update that the C++ driver (`poise train`) reports."""
     data = folder / "bytes.bin"
     if not data.exists():
         generator = torch.Generator().manual_seed(3)
@@ -112,8 +112,9 @@ def _cpp_seconds(folder: Path, updates: int) -> float:
     command = [sys.executable, "-m", "poise", "train", str(folder / "run.json")]
     subprocess.run(command, check=True, capture_output=True, text=True)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    times = [json.loads(line).get("update_seconds") for line in lines[:-1]]
-    return statistics.median([seconds for seconds in times if seconds is not None][2:])
+    rates = [json.loads(line).get("tokens_per_second") for line in lines]
+    tokens = MICRO_BATCH * ACCUMULATION * MODEL["sequence_length"]
+    return tokens / statistics.median([rate for rate in rates if rate][2:])
 
 
 def cpp_vs_python(rounds: int = 4, updates: int = 12) -> Iterator[dict]:
