@@ -1,5 +1,5 @@
-// A byte-level GPT in C++ that trains on this very file, with accumulation, checkpointing of every block
-// and 16-bit parameters chosen by one Config.
+// A byte-level GPT in C++ that trains on this very file, with accumulation, checkpointing of every
+// block and 16-bit parameters chosen by one Config.
 //
 //   build/cpu/examples/example_gpt [path of a text file]
 //
@@ -24,8 +24,11 @@ struct BlockImpl : torch::nn::Module {
     out = register_module("out", torch::nn::Linear(4 * kWidth, kWidth));
   }
   torch::Tensor forward(const torch::Tensor& x) {
-    const auto heads = qkv(ln1(x)).view({x.size(0), x.size(1), 3, kHeads, kWidth / kHeads}).permute({2, 0, 3, 1, 4});
-    const auto mixed = at::scaled_dot_product_attention(heads[0], heads[1], heads[2], {}, 0.0, /*is_causal=*/true);
+    const auto heads = qkv(ln1(x))
+                           .view({x.size(0), x.size(1), 3, kHeads, kWidth / kHeads})
+                           .permute({2, 0, 3, 1, 4});
+    const auto mixed =
+        at::scaled_dot_product_attention(heads[0], heads[1], heads[2], {}, 0.0, /*is_causal=*/true);
     const auto y = x + proj(mixed.transpose(1, 2).reshape(x.sizes()));
     return y + out(torch::gelu(fc(ln2(y))));
   }
@@ -41,13 +44,15 @@ struct GptImpl : torch::nn::Module {
     for (int i = 0; i < kLayers; ++i) blocks->push_back(Block());
     register_module("blocks", blocks);
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
-    head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(kWidth, 256).bias(false)));
+    head = register_module("head",
+                           torch::nn::Linear(torch::nn::LinearOptions(kWidth, 256).bias(false)));
   }
   torch::Tensor forward(const torch::Tensor& bytes) {
     auto x = token(bytes) + position->weight;
     for (const auto& module : *blocks) {
       const auto block = std::dynamic_pointer_cast<BlockImpl>(module);
-      x = poise::checkpointing::recompute([block](const at::Tensor& in) { return block->forward(in); }, x);
+      x = poise::checkpointing::recompute(
+          [block](const at::Tensor& in) { return block->forward(in); }, x);
     }
     return head(norm(x));
   }
@@ -61,9 +66,11 @@ TORCH_MODULE(Gpt);
 torch::Tensor read_bytes(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (text.size() <= kLength + 1) poise::fail("example", path, " holds ", text.size(), " bytes; a longer text is needed");
-  return torch::tensor(std::vector<int64_t>(reinterpret_cast<const unsigned char*>(text.data()),
-                                            reinterpret_cast<const unsigned char*>(text.data()) + text.size()));
+  if (text.size() <= kLength + 1)
+    poise::fail("example", path, " holds ", text.size(), " bytes; a longer text is needed");
+  return torch::tensor(
+      std::vector<int64_t>(reinterpret_cast<const unsigned char*>(text.data()),
+                           reinterpret_cast<const unsigned char*>(text.data()) + text.size()));
 }
 
 int main(int argc, char** argv) {
@@ -92,12 +99,13 @@ int main(int argc, char** argv) {
     const auto result = engine.step(window, [&](const torch::Tensor& rows) {
       const auto logits = model(rows.narrow(1, 0, kLength));
       const auto targets = rows.narrow(1, 1, kLength).reshape({-1});
-      return poise::Loss::mean(torch::nn::functional::cross_entropy(logits.flatten(0, 1), targets), targets.numel());
+      return poise::Loss::mean(torch::nn::functional::cross_entropy(logits.flatten(0, 1), targets),
+                               targets.numel());
     });
     loss = result.loss;
     if (update == 1 || update % 10 == 0) {
-      std::printf("update %2d  loss %.4f  tokens %.0f  peak %s\n", update, result.loss, result.tokens,
-                  poise::memory::format_bytes(result.peak_bytes).c_str());
+      std::printf("update %2d  loss %.4f  tokens %.0f  peak %s\n", update, result.loss,
+                  result.tokens, poise::memory::format_bytes(result.peak_bytes).c_str());
     }
   }
   return loss < 3.5 ? 0 : 1;

@@ -32,9 +32,9 @@ struct ModelView {
   std::vector<UnitView> units;  // parameters in none of them form the unit "rest"
 };
 
-// Where every parameter lives. Canonical order: units in order of the view, inside a unit the order of
-// the parameters. Parameters of one unit that share dtype and trainability share a flat; each starts
-// at a multiple of kAlignment elements.
+// Where every parameter lives. Canonical order: units in order of the view, inside a unit the order
+// of the parameters. Parameters of one unit that share dtype and trainability share a flat; each
+// starts at a multiple of kAlignment elements.
 class POISE_API ParamTable {
  public:
   static constexpr std::int64_t kAlignment = 256;
@@ -43,7 +43,7 @@ class POISE_API ParamTable {
     std::string name;
     std::vector<std::string> aliases;  // other names of the same (tied) parameter
     std::vector<std::int64_t> sizes;
-    at::ScalarType dtype;              // before poise casts it
+    at::ScalarType dtype;  // before poise casts it
     bool trainable = true;
     std::int64_t numel = 0;
     int unit = 0;
@@ -52,13 +52,14 @@ class POISE_API ParamTable {
   };
   struct Flat {
     int unit = 0;
-    at::ScalarType dtype;      // before the cast
+    at::ScalarType dtype;  // before the cast
     bool trainable = true;
     std::int64_t numel = 0;    // padded
     std::vector<int> entries;  // in order of offset
   };
 
-  // Throws Error on overlapping parameters, several devices, a unit that names an unknown parameter.
+  // Throws Error on overlapping parameters, several devices, a unit that names an unknown
+  // parameter.
   explicit ParamTable(const ModelView& model);
 
   const std::vector<Entry>& entries() const { return entries_; }
@@ -77,28 +78,28 @@ class POISE_API ParamTable {
 
 enum class Status {
   applied,
-  overflow,             // fp16 gradients had an inf or NaN: nothing changed but the loss scale
-  nonfinite_loss,       // nothing changed
-  nonfinite_gradient,   // nothing changed
-  empty,                // no counted token in the window: nothing changed
+  overflow,            // fp16 gradients had an inf or NaN: nothing changed but the loss scale
+  nonfinite_loss,      // nothing changed
+  nonfinite_gradient,  // nothing changed
+  empty,               // no counted token in the window: nothing changed
 };
 POISE_API const char* name_of(Status status);
 
 // What one update did.
 struct StepResult {
   Status status = Status::applied;
-  double loss = 0;              // mean over the window's counted tokens, the same for any split
-  double grad_norm = 0;         // global L2 norm of the mean gradient, before clipping
-  double clipped_norm = 0;      // after
-  double lr = 0;                // that this update used
-  double loss_scale = 1;        // that the gradients were made with
-  double tokens = 0;            // counted tokens (or samples) N
+  double loss = 0;          // mean over the window's counted tokens, the same for any split
+  double grad_norm = 0;     // global L2 norm of the mean gradient, before clipping
+  double clipped_norm = 0;  // after
+  double lr = 0;            // that this update used
+  double loss_scale = 1;    // that the gradients were made with
+  double tokens = 0;        // counted tokens (or samples) N
   std::int64_t micro_batches = 0;
-  std::int64_t updates = 0;     // applied so far, this one included
-  std::int64_t skipped = 0;     // not applied so far
+  std::int64_t updates = 0;  // applied so far, this one included
+  std::int64_t skipped = 0;  // not applied so far
   double forward_seconds = 0;
   double backward_seconds = 0;
-  double update_seconds = 0;    // stops 8 to 11
+  double update_seconds = 0;  // stops 8 to 11
   double total_seconds = 0;
   std::int64_t peak_bytes = 0;  // highest total of the ledger during this window
   std::array<std::int64_t, memory::kAccounts> accounts{};  // by account at that peak

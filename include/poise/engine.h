@@ -1,5 +1,5 @@
-// The engine: one update of a model from a window of micro-batches, whatever the split, precision and
-// recomputation. The only room that knows the order of a step (docs/dataflow.md).
+// The engine: one update of a model from a window of micro-batches, whatever the split, precision
+// and recomputation. The only room that knows the order of a step (docs/dataflow.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,9 +58,9 @@ class POISE_API Engine {
   using LossFn = std::function<Loss(std::size_t micro_batch)>;
 
   // Re-homes the model's parameters into memory the engine owns (same tensors, names, ties, shapes)
-  // and casts them to config.precision.parameters; masters are made from the values before the cast.
-  // Throws Error: no trainable parameter, overlapping parameters, several devices, a hook on a
-  // parameter that cannot be honoured.
+  // and casts them to config.precision.parameters; masters are made from the values before the
+  // cast. Throws Error: no trainable parameter, overlapping parameters, several devices, a hook on
+  // a parameter that cannot be honoured.
   Engine(const ModelView& model, const Config& config);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -73,15 +73,15 @@ class POISE_API Engine {
 
   // The same over a range of batches: loss(batch) -> Loss or Tensor.
   template <class Window, class Fn>
-    requires requires(Window& range) { std::begin(range); }
+  requires requires(Window& range) { std::begin(range); }
   StepResult step(Window&& window, Fn&& loss) {
     auto it = std::begin(window);
     const auto count = static_cast<std::size_t>(std::distance(it, std::end(window)));
     return step(count, [&](std::size_t) { return Loss(loss(*it++)); });
   }
 
-  // The three-call form. Forward runs under forward_scope(); backward() accumulates; step() closes the
-  // window (an error off the boundary unless Last::yes, which closes a partial window).
+  // The three-call form. Forward runs under forward_scope(); backward() accumulates; step() closes
+  // the window (an error off the boundary unless Last::yes, which closes a partial window).
   class POISE_API ForwardScope {
    public:
     ForwardScope(ForwardScope&&) noexcept;
@@ -98,10 +98,11 @@ class POISE_API Engine {
   void backward(const Loss& loss);
   bool is_boundary() const;  // the window holds as many micro-batches as config says
   StepResult step(Last last = Last::no);
-  void discard_window();     // drops what was accumulated since the last step
+  void discard_window();  // drops what was accumulated since the last step
 
   // Optional, before step(): sums and statistics of the window. After it gradient(name) is the mean
-  // unscaled unclipped gradient, fp32, a view that may be written (norm and flags are then made anew).
+  // unscaled unclipped gradient, fp32, a view that may be written (norm and flags are then made
+  // anew).
   void begin_update();
   at::Tensor gradient(const std::string& name);
 
@@ -114,11 +115,11 @@ class POISE_API Engine {
   const Config& config() const;
   const ParamTable& table() const;
   const memory::Ledger& ledger() const;
-  double learning_rate() const;   // of the next update, group 0's multiplier 1
+  double learning_rate() const;  // of the next update, group 0's multiplier 1
   double loss_scale() const;
-  std::int64_t updates() const;           // applied updates (the schedule counts these)
+  std::int64_t updates() const;  // applied updates (the schedule counts these)
   std::int64_t skipped_updates() const;
-  std::int64_t micro_batches() const;     // in the open window
+  std::int64_t micro_batches() const;  // in the open window
 
  private:
   struct Impl;
@@ -132,7 +133,7 @@ class Module;
 }
 
 namespace poise {
-// The view of a torch::nn module: parameters and buffers by name; units are its repeated blocks (the
-// entries of the largest ModuleList or Sequential) and one for the rest.
+// The view of a torch::nn module: parameters and buffers by name; units are its repeated blocks
+// (the entries of the largest ModuleList or Sequential) and one for the rest.
 POISE_API ModelView view(const torch::nn::Module& module);
 }  // namespace poise

@@ -39,15 +39,13 @@ template <class... Parts>
 }
 
 namespace detail {
-[[noreturn]] POISE_API void check_failed(const char* expression,
-                                         const char* file,
-                                         int line,
+[[noreturn]] POISE_API void check_failed(const char* expression, const char* file, int line,
                                          const std::string& message);
 }  // namespace detail
 }  // namespace poise
 
-#define POISE_CHECK(condition, ...)                                      \
-  (static_cast<bool>(condition)                                          \
-       ? static_cast<void>(0)                                            \
-       : ::poise::detail::check_failed(#condition, __FILE__, __LINE__,   \
+#define POISE_CHECK(condition, ...)                                    \
+  (static_cast<bool>(condition)                                        \
+       ? static_cast<void>(0)                                          \
+       : ::poise::detail::check_failed(#condition, __FILE__, __LINE__, \
                                        ::poise::join("" __VA_OPT__(, ) __VA_ARGS__)))

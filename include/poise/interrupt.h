@@ -11,22 +11,20 @@
 
 namespace poise {
 
-// `check` is called about every 50 ms by waiting threads and throws to end the wait. The Python binding
-// sets one that asks Python for signals; null (the default): waits are not interrupted. Returns the
-// old one.
+// `check` is called about every 50 ms by waiting threads and throws to end the wait. The Python
+// binding sets one that asks Python for signals; null (the default): waits are not interrupted.
+// Returns the old one.
 POISE_API void (*set_interrupt_check(void (*check)()))();
 POISE_API void check_interrupt();
 
 inline constexpr std::chrono::milliseconds kInterruptPeriod{50};
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // nullopt: none
 
-// Waits on `condition` until ready() (true) or the deadline (false). The check runs without the lock:
-// it may take Python's GIL, and whoever holds that may want the lock.
+// Waits on `condition` until ready() (true) or the deadline (false). The check runs without the
+// lock: it may take Python's GIL, and whoever holds that may want the lock.
 template <class Ready>
-bool interruptible_wait(std::condition_variable& condition,
-                        std::unique_lock<std::mutex>& lock,
-                        Ready ready,
-                        Deadline deadline = std::nullopt) {
+bool interruptible_wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock,
+                        Ready ready, Deadline deadline = std::nullopt) {
   for (;;) {
     auto until = std::chrono::steady_clock::now() + kInterruptPeriod;
     if (deadline) until = std::min(until, *deadline);

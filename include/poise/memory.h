@@ -6,9 +6,9 @@
 //
 // Threads without a scope (workers of data loaders, of at::parallel_for) are not counted, unless a
 // ledger was made the default: then they go there, under `other`. CPU backward runs on the calling
-// thread, under its scope. Not seen: memory of numpy, shared memory, scratch inside oneDNN and MKL, and
-// growth of tensors that were made before the first Ledger. A forked child's allocations are nobody's
-// until it makes a ledger of its own.
+// thread, under its scope. Not seen: memory of numpy, shared memory, scratch inside oneDNN and MKL,
+// and growth of tensors that were made before the first Ledger. A forked child's allocations are
+// nobody's until it makes a ledger of its own.
 #pragma once
 
 #include <array>
@@ -24,10 +24,11 @@ namespace poise::memory {
 
 struct Snapshot {
   std::int64_t current_bytes = 0;
-  std::int64_t peak_bytes = 0;                       // highest total since reset_peak()
-  std::array<std::int64_t, kAccounts> current{};     // bytes by account now
-  std::array<std::int64_t, kAccounts> at_peak{};     // by account at the total peak; sums to peak_bytes
-  std::array<std::int64_t, kAccounts> own_peak{};    // each account's own highest
+  std::int64_t peak_bytes = 0;                    // highest total since reset_peak()
+  std::array<std::int64_t, kAccounts> current{};  // bytes by account now
+  std::array<std::int64_t, kAccounts>
+      at_peak{};  // by account at the total peak; sums to peak_bytes
+  std::array<std::int64_t, kAccounts> own_peak{};  // each account's own highest
 };
 
 class LedgerState;
@@ -45,7 +46,8 @@ class POISE_API Ledger {
 
   // A CPU allocation of this ledger that would take the total above `bytes` throws torch's
   // OutOfMemoryError (in Python torch.OutOfMemoryError), with requested, held and budget in the
-  // message; the process goes on. 0: no limit. May be set below what is held: then nothing more fits.
+  // message; the process goes on. 0: no limit. May be set below what is held: then nothing more
+  // fits.
   void set_budget(std::int64_t bytes);
   std::int64_t budget() const;
 
@@ -84,8 +86,8 @@ class POISE_API AccountScope {
 // For Stream's constructor: its operations run under the scope that submit() was called under.
 POISE_API Stream::Capture scope_capture();
 
-// A GPU's figures: requested bytes of the whole process, all under `other`. Throws Error where there is
-// no such device.
+// A GPU's figures: requested bytes of the whole process, all under `other`. Throws Error where
+// there is no such device.
 POISE_API Snapshot cuda_snapshot(int device);
 POISE_API void reset_cuda_peak(int device);
 

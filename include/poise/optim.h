@@ -46,15 +46,13 @@ class POISE_API Optimizer {
 
   // Phase 1: per-span statistics that must be summed over ranks before phase 2 (trust ratios,
   // factored moments); fp32, 1-D. Empty for AdamW, Adam and SGD.
-  virtual at::Tensor stats(const Span& span, const std::vector<GroupSettings>& groups, double factor) const;
+  virtual at::Tensor stats(const Span& span, const std::vector<GroupSettings>& groups,
+                           double factor) const;
 
-  // Phase 2, in place: gradient x factor is the mean clipped gradient. `update` counts applied updates
-  // from 1. Writes master, moments and low in one pass; does not touch gradient.
-  virtual void apply(Span& span,
-                     const std::vector<GroupSettings>& groups,
-                     std::int64_t update,
-                     double factor,
-                     const at::Tensor& summed_stats) const = 0;
+  // Phase 2, in place: gradient x factor is the mean clipped gradient. `update` counts applied
+  // updates from 1. Writes master, moments and low in one pass; does not touch gradient.
+  virtual void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
+                     double factor, const at::Tensor& summed_stats) const = 0;
 };
 
 // Throws Error on an unknown type, naming the known ones.

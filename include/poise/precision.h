@@ -14,8 +14,8 @@ namespace poise::precision {
 
 POISE_API c10::ScalarType scalar_type(config::DType dtype);
 
-// Turns torch's autocast on for one device type on this thread, with its weight cache off (the cache
-// goes stale when a parameter's storage is rewritten); restores everything when it goes.
+// Turns torch's autocast on for one device type on this thread, with its weight cache off (the
+// cache goes stale when a parameter's storage is rewritten); restores everything when it goes.
 class POISE_API AutocastGuard {
  public:
   // nullopt: leaves autocast as it is.
@@ -36,9 +36,10 @@ class POISE_API AutocastGuard {
 POISE_API std::optional<c10::ScalarType> autocast_dtype(const config::PrecisionPolicy& policy);
 
 // The loss scale: grows by `growth` after `growth_interval` updates without overflow, shrinks by
-// `backoff` after `hysteresis` overflows in a row (and at each further one of that row), stays within
-// [min, max]. Dynamic only where the dtype is fp16 and `loss_scale` is 0; without fp16 it is 1. Scales are exact where
-// growth and backoff are powers of two. (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.)
+// `backoff` after `hysteresis` overflows in a row (and at each further one of that row), stays
+// within [min, max]. Dynamic only where the dtype is fp16 and `loss_scale` is 0; without fp16 it
+// is 1. Scales are exact where growth and backoff are powers of two. (Micikevicius et al. 2018,
+// arXiv:1710.03740, section 3.2.)
 class POISE_API LossScaler {
  public:
   explicit LossScaler(const config::PrecisionPolicy& policy);
@@ -52,7 +53,7 @@ class POISE_API LossScaler {
 
   struct State {
     double scale = 1;
-    std::int64_t clean_updates = 0;     // since the last change of the scale
+    std::int64_t clean_updates = 0;  // since the last change of the scale
     std::int64_t overflows_in_row = 0;
   };
   State state() const { return state_; }

@@ -1,6 +1,6 @@
-// Streams and events: work that runs in order beside the thread that submits it. Real on the CPU too:
-// there a stream is a worker thread (started by the first submit, joined with the stream); on CUDA it is
-// a CUDA stream. Everything that overlaps is written once against these two.
+// Streams and events: work that runs in order beside the thread that submits it. Real on the CPU
+// too: there a stream is a worker thread (started by the first submit, joined with the stream); on
+// CUDA it is a CUDA stream. Everything that overlaps is written once against these two.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -37,8 +37,8 @@ class POISE_API Event {
   std::shared_ptr<EventState> state_;
 };
 
-// One thread drives a stream. In a forked child a stream starts anew and empty; waiting there for an
-// event from before the fork that was not over is an Error.
+// One thread drives a stream. In a forked child a stream starts anew and empty; waiting there for
+// an event from before the fork that was not over is an Error.
 class POISE_API Stream {
  public:
   using Work = std::function<void()>;

@@ -1,4 +1,5 @@
-// Lays out a model's parameters: ties folded, overlaps refused, each parameter given a place in a flat.
+// Lays out a model's parameters: ties folded, overlaps refused, each parameter given a place in a
+// flat.
 #include "poise/core.h"
 
 #include <algorithm>
@@ -37,8 +38,9 @@ void refuse_what_cannot_be_laid_out(const NamedTensor& named, const at::Device& 
          ", the first parameter on ", device, "; move the model to one device");
   }
   if (!tensor.is_non_overlapping_and_dense()) {
-    fail("core", "parameter '", named.name, "' of shape ", shape_text(tensor.sizes()), " and strides ",
-         shape_text(tensor.strides()), " has gaps or repeats in memory; make it contiguous first");
+    fail("core", "parameter '", named.name, "' of shape ", shape_text(tensor.sizes()),
+         " and strides ", shape_text(tensor.strides()),
+         " has gaps or repeats in memory; make it contiguous first");
   }
 }
 
@@ -89,7 +91,8 @@ ParamTable::ParamTable(const ModelView& model) {
     const auto [it, is_new] =
         entry_of.try_emplace(named.tensor.unsafeGetTensorImpl(), static_cast<int>(found.size()));
     if (!entry_of_name.try_emplace(named.name, it->second).second) {
-      fail("core", "two parameters are named '", named.name, "'; give every parameter its own name");
+      fail("core", "two parameters are named '", named.name,
+           "'; give every parameter its own name");
     }
     if (!is_new) {
       found[it->second].aliases.push_back(named.name);
@@ -119,7 +122,8 @@ ParamTable::ParamTable(const ModelView& model) {
     for (const auto& name : unit.parameters) {
       const auto it = entry_of_name.find(name);
       if (it == entry_of_name.end()) {
-        fail("core", "unit '", unit.name, "' lists a parameter '", name, "' that the model does not have");
+        fail("core", "unit '", unit.name, "' lists a parameter '", name,
+             "' that the model does not have");
       }
       place(it->second, static_cast<int>(units_.size()));
     }

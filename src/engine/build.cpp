@@ -15,7 +15,9 @@ bool decays(const ParamTable::Entry& entry, const config::OptimizerPolicy& polic
 }
 
 bool matches(const std::string& pattern, const ParamTable::Entry& entry) {
-  const auto fits = [&](const std::string& name) { return fnmatch(pattern.c_str(), name.c_str(), 0) == 0; };
+  const auto fits = [&](const std::string& name) {
+    return fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
+  };
   return fits(entry.name) || std::any_of(entry.aliases.begin(), entry.aliases.end(), fits);
 }
 
@@ -44,19 +46,20 @@ int index_of(std::vector<Group>& groups, const Group& wanted) {
 void refuse_patterns_without_match(const ParamTable& table, const config::OptimizerPolicy& policy) {
   for (const auto& group : policy.groups) {
     const auto& entries = table.entries();
-    if (std::none_of(entries.begin(), entries.end(), [&](auto& e) { return matches(group.match, e); })) {
-      fail("engine", "parameter group '", group.match, "' matches no parameter; patterns use * and ?, names "
-           "look like '", entries.front().name, "'");
+    if (std::none_of(entries.begin(), entries.end(),
+                     [&](auto& e) { return matches(group.match, e); })) {
+      fail("engine", "parameter group '", group.match,
+           "' matches no parameter; patterns use * and ?, names "
+           "look like '",
+           entries.front().name, "'");
     }
   }
 }
 
 }  // namespace
 
-OptimizerSpans make_spans(const ParamTable& table,
-                          zero::FlatStore& store,
-                          const config::OptimizerPolicy& policy,
-                          const optim::Optimizer& optimizer,
+OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
+                          const config::OptimizerPolicy& policy, const optim::Optimizer& optimizer,
                           const memory::Ledger& ledger) {
   refuse_patterns_without_match(table, policy);
   OptimizerSpans made;
@@ -69,11 +72,13 @@ OptimizerSpans make_spans(const ParamTable& table,
     if (!tensors.master.is_same(tensors.values)) span.low = tensors.values;
     span.gradient = tensors.accumulator;
     memory::AccountScope scope(ledger, memory::Account::optimizer);
-    for (int m = 0; m < optimizer.num_moments(); ++m) span.moments.push_back(at::zeros_like(tensors.master));
+    for (int m = 0; m < optimizer.num_moments(); ++m)
+      span.moments.push_back(at::zeros_like(tensors.master));
     for (const int e : layout.entries) {
       const auto& entry = table.entries()[static_cast<std::size_t>(e)];
       if (entry.numel == 0) continue;
-      span.segments.push_back({entry.offset, entry.offset + entry.numel, index_of(made.groups, group_of(entry, policy))});
+      span.segments.push_back({entry.offset, entry.offset + entry.numel,
+                               index_of(made.groups, group_of(entry, policy))});
     }
     made.spans.push_back(std::move(span));
   }
@@ -108,7 +113,8 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted)
       optimizer(optim::make_optimizer(config.optimizer)),
       optimizer_spans(engine::make_spans(table, store, config.optimizer, *optimizer, ledger)),
       scaler(config.precision),
-      loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device()),
+      loss_weights(config.engine.loss_weighting, scales_loss(),
+                   store.parameters().front().device()),
       device(store.parameters().front().device()) {}
 
 }  // namespace poise

@@ -7,7 +7,8 @@ namespace poise {
 
 using engine::WindowState;
 
-Engine::Engine(const ModelView& model, const Config& config) : impl_(std::make_unique<Impl>(model, config)) {}
+Engine::Engine(const ModelView& model, const Config& config)
+    : impl_(std::make_unique<Impl>(model, config)) {}
 Engine::~Engine() = default;
 
 namespace {
@@ -30,11 +31,13 @@ void stop_on_nonfinite(const Config& config, const StepResult& result) {
   if (config.engine.on_nonfinite != config::NonFinite::stop) return;
   if (result.status == Status::nonfinite_loss) {
     fail("engine", "the loss is ", result.loss, " at update ", result.updates + 1,
-         "; nothing was changed. Lower the learning rate, check the data, or set engine.on_nonfinite to skip");
+         "; nothing was changed. Lower the learning rate, check the data, or set "
+         "engine.on_nonfinite to skip");
   }
   if (result.status == Status::nonfinite_gradient) {
-    fail("engine", "the gradient of parameter '", result.first_bad_parameter, "' is not finite at update ",
-         result.updates + 1, "; nothing was changed. Lower the learning rate, or set engine.on_nonfinite to skip");
+    fail("engine", "the gradient of parameter '", result.first_bad_parameter,
+         "' is not finite at update ", result.updates + 1,
+         "; nothing was changed. Lower the learning rate, or set engine.on_nonfinite to skip");
   }
 }
 
@@ -43,7 +46,8 @@ void stop_on_nonfinite(const Config& config, const StepResult& result) {
 StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector<double>& counts) {
   if (impl_->state != WindowState::closed) {
     fail("engine", "step(window) was called with ", impl_->micro_batches,
-         " micro-batches of an open window; close it with step(Last::yes) or discard_window() first");
+         " micro-batches of an open window; close it with step(Last::yes) or discard_window() "
+         "first");
   }
   if (count == 0) fail("engine", "the window has no micro-batches; pass at least one");
   WindowGuard guard(*this);
@@ -104,8 +108,10 @@ bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumul
 
 StepResult Engine::step(Last last) {
   if (impl_->micro_batches == 0) {
-    fail("engine", "step() was called without a micro-batch in the window; call backward(loss) first (a plain "
-         "loss.backward() does not reach poise)");
+    fail(
+        "engine",
+        "step() was called without a micro-batch in the window; call backward(loss) first (a plain "
+        "loss.backward() does not reach poise)");
   }
   if (last == Last::no && !is_boundary()) {
     fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->accumulation,
@@ -131,7 +137,8 @@ void Engine::begin_update() {
 
 at::Tensor Engine::gradient(const std::string& name) {
   if (impl_->state != WindowState::summed) {
-    fail("engine", "gradient('", name, "') was asked outside begin_update() and step(); call begin_update() first");
+    fail("engine", "gradient('", name,
+         "') was asked outside begin_update() and step(); call begin_update() first");
   }
   const int entry = impl_->table.find(name);
   const auto& place = impl_->table.entries()[static_cast<std::size_t>(entry)];
@@ -150,7 +157,8 @@ void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->tabl
 
 at::Tensor Engine::master(const std::string& name) const {
   const int entry = impl_->table.find(name);
-  const auto& tensors = impl_->store.flat(impl_->table.entries()[static_cast<std::size_t>(entry)].flat);
+  const auto& tensors =
+      impl_->store.flat(impl_->table.entries()[static_cast<std::size_t>(entry)].flat);
   return impl_->store.view_of(entry, tensors.master.defined() ? tensors.master : tensors.values);
 }
 
@@ -173,7 +181,8 @@ double Engine::Impl::learning_rate() const {
 std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {
   std::vector<optim::GroupSettings> settings;
   const double lr = learning_rate();
-  for (const auto& group : optimizer_spans.groups) settings.push_back({lr * group.lr_multiplier, group.weight_decay});
+  for (const auto& group : optimizer_spans.groups)
+    settings.push_back({lr * group.lr_multiplier, group.weight_decay});
   return settings;
 }
 

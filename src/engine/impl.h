@@ -26,16 +26,14 @@ struct OptimizerSpans {
   std::vector<optim::Span> spans;
   std::vector<Group> groups;
 };
-OptimizerSpans make_spans(const ParamTable& table,
-                          zero::FlatStore& store,
-                          const config::OptimizerPolicy& policy,
-                          const optim::Optimizer& optimizer,
+OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
+                          const config::OptimizerPolicy& policy, const optim::Optimizer& optimizer,
                           const memory::Ledger& ledger);
 
 enum class WindowState {
-  closed,   // no micro-batch since the last update
-  open,     // gradients are being accumulated
-  summed,   // begin_update() ran: sums are known, gradients may be read and written
+  closed,  // no micro-batch since the last update
+  open,    // gradients are being accumulated
+  summed,  // begin_update() ran: sums are known, gradients may be read and written
 };
 
 // Stop 8's outcome.

@@ -1,10 +1,11 @@
+// The forms a loss may have, its weight, and the sums of a window.
 #include "engine/loss_weights.h"
 
-#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/core/grad_mode.h>
+#include <ATen/TensorOperators.h>
 
 #include <cmath>
 
@@ -13,7 +14,9 @@
 namespace poise {
 
 namespace {
-at::Tensor host_scalar(double value) { return at::scalar_tensor(value, at::TensorOptions().dtype(at::kDouble)); }
+at::Tensor host_scalar(double value) {
+  return at::scalar_tensor(value, at::TensorOptions().dtype(at::kDouble));
+}
 
 Loss make_loss(at::Tensor value, Loss::Kind kind, at::Tensor count) {
   Loss loss(std::move(value));
@@ -23,7 +26,9 @@ Loss make_loss(at::Tensor value, Loss::Kind kind, at::Tensor count) {
 }
 }  // namespace
 
-Loss Loss::mean(at::Tensor value, double count) { return mean(std::move(value), host_scalar(count)); }
+Loss Loss::mean(at::Tensor value, double count) {
+  return mean(std::move(value), host_scalar(count));
+}
 Loss Loss::mean(at::Tensor value, at::Tensor count) {
   return make_loss(std::move(value), Kind::mean, std::move(count));
 }
@@ -31,7 +36,9 @@ Loss Loss::sum(at::Tensor value, double count) { return sum(std::move(value), ho
 Loss Loss::sum(at::Tensor value, at::Tensor count) {
   return make_loss(std::move(value), Kind::sum, std::move(count));
 }
-Loss Loss::per_token(at::Tensor values) { return make_loss(std::move(values), Kind::per_token, {}); }
+Loss Loss::per_token(at::Tensor values) {
+  return make_loss(std::move(values), Kind::per_token, {});
+}
 
 namespace engine {
 namespace {
@@ -40,7 +47,8 @@ constexpr std::size_t kLossSlot = 0;
 constexpr std::size_t kTokenSlot = 1;  // the terms follow
 
 void check_value(const at::Tensor& value, bool scalar) {
-  if (!value.defined()) fail("engine", "the loss is an undefined tensor; return the loss of the micro-batch");
+  if (!value.defined())
+    fail("engine", "the loss is an undefined tensor; return the loss of the micro-batch");
   if (!at::isFloatingType(value.scalar_type())) {
     fail("engine", "the loss is of type ", value.scalar_type(), "; return a floating point tensor");
   }
@@ -60,11 +68,13 @@ LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device 
 void LossWeights::begin_window(std::vector<double> counts) {
   for (const double count : counts) {
     if (!std::isfinite(count) || count < 0) {
-      fail("engine", "a count of the window is ", count, "; counts are numbers of tokens, 0 or more");
+      fail("engine", "a count of the window is ", count,
+           "; counts are numbers of tokens, 0 or more");
     }
   }
   if (!counts.empty() && counts.front() == 0) {
-    fail("engine", "the window counts 0 tokens for its main loss; terms cannot be weighed against it");
+    fail("engine",
+         "the window counts 0 tokens for its main loss; terms cannot be weighed against it");
   }
   counts_ = std::move(counts);
   const auto slots = static_cast<std::int64_t>(std::max<std::size_t>(2, 1 + counts_.size()));
@@ -75,10 +85,8 @@ void LossWeights::begin_window(std::vector<double> counts) {
   }
 }
 
-LossWeights::Part LossWeights::part_of(const at::Tensor& value,
-                                       Loss::Kind kind,
-                                       const at::Tensor& count,
-                                       bool is_term) {
+LossWeights::Part LossWeights::part_of(const at::Tensor& value, Loss::Kind kind,
+                                       const at::Tensor& count, bool is_term) {
   check_value(value, kind != Loss::Kind::per_token);
   const auto type = value.scalar_type();
   // Widened before it is weighted: n times a 16-bit loss overflows.
@@ -89,16 +97,22 @@ LossWeights::Part LossWeights::part_of(const at::Tensor& value,
   part.count = count;
   if (!count.defined()) {
     if (kind == Loss::Kind::sum) {
-      fail("engine", "a loss that is a sum came without its number of tokens; return Loss::sum(value, count)");
+      fail(
+          "engine",
+          "a loss that is a sum came without its number of tokens; return Loss::sum(value, count)");
     }
-    part.count = host_scalar(kind == Loss::Kind::per_token ? static_cast<double>(value.numel()) : 1.0);
-    if (part.is_mean && !is_term && weighting_ == config::LossWeighting::tokens && !uncounted_noted_) {
-      log::info("a mean loss came without its number of tokens: micro-batches weigh the same (said once; "
-                "return the count too, or set engine.loss_weighting to micro_batch_mean)");
+    part.count =
+        host_scalar(kind == Loss::Kind::per_token ? static_cast<double>(value.numel()) : 1.0);
+    if (part.is_mean && !is_term && weighting_ == config::LossWeighting::tokens &&
+        !uncounted_noted_) {
+      log::info(
+          "a mean loss came without its number of tokens: micro-batches weigh the same (said once; "
+          "return the count too, or set engine.loss_weighting to micro_batch_mean)");
       uncounted_noted_ = true;
     }
   } else if (count.numel() != 1) {
-    fail("engine", "the loss's count has ", count.numel(), " elements; return one number of tokens");
+    fail("engine", "the loss's count has ", count.numel(),
+         " elements; return one number of tokens");
   }
   if (part.is_mean && !is_term && weighting_ == config::LossWeighting::micro_batch_mean) {
     // A masked-out micro-batch still counts nothing: its mean is NaN.
@@ -107,7 +121,8 @@ LossWeights::Part LossWeights::part_of(const at::Tensor& value,
   if (part.count.device().is_cpu()) {
     part.host_count = part.count.item<double>();
     if (!std::isfinite(*part.host_count) || *part.host_count < 0) {
-      fail("engine", "the loss's count is ", *part.host_count, "; it is a number of tokens, 0 or more");
+      fail("engine", "the loss's count is ", *part.host_count,
+           "; it is a number of tokens, 0 or more");
     }
   }
   return part;
@@ -122,7 +137,8 @@ at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale,
     sum(slot).add_(part.count);
     if (!empty) {
       auto loss = part.value.detach().to(at::kDouble);
-      if (part.is_mean) loss = at::where(part.count > 0, loss * part.count, at::zeros({}, loss.options()));
+      if (part.is_mean)
+        loss = at::where(part.count > 0, loss * part.count, at::zeros({}, loss.options()));
       sum(kLossSlot).add_(loss, share);
     }
   }
@@ -136,8 +152,10 @@ at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale,
 
 at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
   if (!loss.terms.empty() && counts_.size() != 1 + loss.terms.size()) {
-    fail("engine", "a loss with ", loss.terms.size(), " further terms needs the window's counts before its "
-         "first forward (", 1 + loss.terms.size(), " of them, got ", counts_.size(),
+    fail("engine", "a loss with ", loss.terms.size(),
+         " further terms needs the window's counts before its "
+         "first forward (",
+         1 + loss.terms.size(), " of them, got ", counts_.size(),
          "); pass counts to step() or begin_window()");
   }
   const auto main = part_of(loss.value, loss.kind, loss.count, false);
@@ -156,7 +174,8 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
     if (weighted.defined()) total = total.defined() ? total + weighted : weighted;
   }
   if (total.defined() && !total.requires_grad()) {
-    fail("engine", "the loss does not depend on any trainable parameter (it has no gradient); return it "
+    fail("engine",
+         "the loss does not depend on any trainable parameter (it has no gradient); return it "
          "with its graph: no detach(), no no_grad, no .item()");
   }
   return total;
@@ -172,8 +191,9 @@ LossWeights::Totals LossWeights::totals() const {
   for (std::size_t i = 0; i < counts_.size(); ++i) {
     if (sums[kTokenSlot + i] != counts_[i]) {
       fail("engine", "the window was announced with ", counts_[i], " tokens for ",
-           i == 0 ? std::string("its main loss") : join("term ", i), ", but its micro-batches counted ",
-           sums[kTokenSlot + i], "; pass the totals over all micro-batches of the window");
+           i == 0 ? std::string("its main loss") : join("term ", i),
+           ", but its micro-batches counted ", sums[kTokenSlot + i],
+           "; pass the totals over all micro-batches of the window");
     }
   }
   return totals;

@@ -1,8 +1,8 @@
-// Stop 6: weighs the losses of a window's micro-batches so that their gradients add up to the gradient
-// of the mean over all counted tokens, and keeps the sums that stop 8 divides by.
+// Stop 6: weighs the losses of a window's micro-batches so that their gradients add up to the
+// gradient of the mean over all counted tokens, and keeps the sums that stop 8 divides by.
 //
-// [Note: weights without look-ahead] A mean over n tokens is weighted n 2^-q, a sum 2^-q; the division
-// by N = sum of n comes once, when the window closes. q is 0 except in fp16, where it is
+// [Note: weights without look-ahead] A mean over n tokens is weighted n 2^-q, a sum 2^-q; the
+// division by N = sum of n comes once, when the window closes. q is 0 except in fp16, where it is
 // ceil(log2 n) of the run's first micro-batch, so that the weighted loss stays near its own size.
 #pragma once
 
@@ -42,8 +42,8 @@ class LossWeights {
 
  private:
   struct Part {
-    at::Tensor value;                // scalar, at least fp32
-    at::Tensor count;                // 0-dim
+    at::Tensor value;                  // scalar, at least fp32
+    at::Tensor count;                  // 0-dim
     std::optional<double> host_count;  // where reading it costs nothing
     bool is_mean = true;
   };

@@ -1,7 +1,7 @@
 // One update, stop by stop (docs/dataflow.md has the table). Nothing else knows the order.
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/ones.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -104,7 +104,8 @@ void Engine::Impl::take_edited_gradients() {
   bool edited = false;
   for (auto& [entry, pair] : lent) {
     if (at::equal(pair.gradient, pair.original)) continue;
-    auto target = store.view_of(entry, store.flat(table.entries()[static_cast<std::size_t>(entry)].flat).accumulator);
+    auto target = store.view_of(
+        entry, store.flat(table.entries()[static_cast<std::size_t>(entry)].flat).accumulator);
     target.copy_(pair.gradient.to(at::kDouble).div(unscale_factor(sums.totals.tokens)));
     gradients.invalidate_norm(entry);
     edited = true;
@@ -129,7 +130,7 @@ StepResult Engine::Impl::close_window() {
   StepResult result;
   {
     Stopwatch watch(times.update_seconds);
-    if (state == WindowState::open) sum_up();            // stop 8
+    if (state == WindowState::open) sum_up();  // stop 8
     if (!lent.empty()) take_edited_gradients();
     result.status = sums.status;
     result.loss = sums.totals.loss;
@@ -139,7 +140,7 @@ StepResult Engine::Impl::close_window() {
     result.lr = learning_rate();
     result.loss_scale = scaler.scale();
     if (sums.status == Status::applied) {
-      const double clip = clip_factor(sums.grad_norm);   // stop 9
+      const double clip = clip_factor(sums.grad_norm);  // stop 9
       result.clipped_norm = sums.grad_norm * clip;
       apply(unscale_factor(sums.totals.tokens) * clip);  // stop 10
       ++updates;
@@ -153,7 +154,7 @@ StepResult Engine::Impl::close_window() {
       }
     }
   }
-  result.forward_seconds = times.forward_seconds;        // stop 12
+  result.forward_seconds = times.forward_seconds;  // stop 12
   result.backward_seconds = times.backward_seconds;
   result.update_seconds = times.update_seconds;
   result.total_seconds = std::chrono::duration<double>(engine::Clock::now() - window_start).count();
@@ -177,9 +178,9 @@ void Engine::Impl::discard_window() {
   engine::drain_autograd_queue();
 }
 
-// [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in this
-// thread's autograd queue until something pops them. A node made in a new thread has the lowest sequence
-// number, so its backward runs last and pops all of them.
+// [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in
+// this thread's autograd queue until something pops them. A node made in a new thread has the
+// lowest sequence number, so its backward runs last and pops all of them.
 void engine::drain_autograd_queue() {
   at::Tensor output;
   std::thread([&] {

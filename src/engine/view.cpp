@@ -40,7 +40,8 @@ ModelView view(const torch::nn::Module& module) {
     if (view.units.empty() || view.units.back().name != unit) view.units.push_back({unit, {}});
     view.units.back().parameters.push_back(item.key());
   }
-  for (const auto& item : module.named_buffers()) view.buffers.push_back({item.key(), item.value()});
+  for (const auto& item : module.named_buffers())
+    view.buffers.push_back({item.key(), item.value()});
   return view;
 }
 

@@ -4,19 +4,11 @@
 #include "poise/error.h"
 #include "poise/precision.h"
 
+#include "core/scalar_type.h"
+
 namespace poise::precision {
 
-c10::ScalarType scalar_type(config::DType dtype) {
-  switch (dtype) {
-    case config::DType::fp32:
-      return c10::ScalarType::Float;
-    case config::DType::bf16:
-      return c10::ScalarType::BFloat16;
-    case config::DType::fp16:
-      return c10::ScalarType::Half;
-  }
-  fail("precision", "unknown dtype: ", static_cast<int>(dtype), "; use fp32, bf16 or fp16");
-}
+c10::ScalarType scalar_type(config::DType dtype) { return poise::scalar_type(dtype); }
 
 std::optional<c10::ScalarType> autocast_dtype(const config::PrecisionPolicy& policy) {
   if (policy.dtype == config::DType::fp32 || !policy.autocast) return std::nullopt;

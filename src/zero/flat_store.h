@@ -21,15 +21,15 @@ struct FlatTensors {
 
 class FlatStore {
  public:
-  // Casts and re-homes the model's parameters (tensor objects, names, ties, shapes and strides stay).
-  // Masters are made from the values before the cast.
-  FlatStore(const ModelView& model,
-            const ParamTable& table,
-            const config::PrecisionPolicy& policy,
+  // Casts and re-homes the model's parameters (tensor objects, names, ties, shapes and strides
+  // stay). Masters are made from the values before the cast.
+  FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
             const memory::Ledger& ledger);
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }  // by entry of the table
+  const std::vector<at::Tensor>& parameters() const {
+    return parameters_;
+  }  // by entry of the table
 
   // The entry's piece of `flat`, shaped and strided like the parameter.
   at::Tensor view_of(int entry, const at::Tensor& flat) const;
@@ -42,7 +42,8 @@ class FlatStore {
   void refresh(int entry);
 
  private:
-  void rehome(const ModelView& model, const config::PrecisionPolicy& policy, int flat, const memory::Ledger& ledger);
+  void rehome(const ModelView& model, const config::PrecisionPolicy& policy, int flat,
+              const memory::Ledger& ledger);
 
   const ParamTable& table_;
   std::vector<FlatTensors> flats_;

@@ -1,8 +1,9 @@
+// The hook on a gradient accumulator, and what it does with a gradient.
 #include "zero/gradients.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,7 +19,8 @@
 
 namespace poise::zero {
 
-// What hooks share with their Gradients; hooks cannot be removed from an accumulator, so they look here.
+// What hooks share with their Gradients; hooks cannot be removed from an accumulator, so they look
+// here.
 struct Gradients::Shared {
   Gradients* owner = nullptr;  // null once the owner is gone
   std::atomic<bool> taking{false};
@@ -27,14 +29,16 @@ struct Gradients::Shared {
 struct Gradients::Hook : torch::autograd::FunctionPreHook {
   Hook(std::shared_ptr<Shared> shared, int entry) : shared(std::move(shared)), entry(entry) {}
 
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
     if (!shared->taking.load(std::memory_order_acquire)) return gradients;
     if (gradients[0].defined()) shared->owner->take(entry, gradients[0]);
     return {at::Tensor()};
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    fail("zero", "compiled autograd cannot run poise's gradient hooks; switch it off "
+    fail("zero",
+         "compiled autograd cannot run poise's gradient hooks; switch it off "
          "(torch._dynamo.config.compiled_autograd = False)");
   }
 
@@ -43,7 +47,10 @@ struct Gradients::Hook : torch::autograd::FunctionPreHook {
 };
 
 Gradients::Gradients(const ParamTable& table, FlatStore& store)
-    : table_(table), store_(store), entries_(table.entries().size()), shared_(std::make_shared<Shared>()) {
+    : table_(table),
+      store_(store),
+      entries_(table.entries().size()),
+      shared_(std::make_shared<Shared>()) {
   shared_->owner = this;
   const auto device = store.parameters().front().device();
   squared_norms_ = at::zeros({static_cast<std::int64_t>(entries_.size())},
@@ -73,7 +80,8 @@ at::Tensor Gradients::dense(int entry, const at::Tensor& gradient) {
   auto whole = gradient;
   if (whole.layout() != at::kStrided) {
     if (!sparse_noted_) {
-      log::info("the gradient of parameter '", table_.entries()[static_cast<std::size_t>(entry)].name,
+      log::info("the gradient of parameter '",
+                table_.entries()[static_cast<std::size_t>(entry)].name,
                 "' is sparse; sparse gradients are made dense (said once)");
       sparse_noted_ = true;
     }
@@ -99,8 +107,9 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
     auto* norm = last_ ? squared_norms_.mutable_data_ptr<double>() + entry : nullptr;
     kernels::accumulate(launch_for(flat.device()),
                         state.arrived ? kernels::Accumulate::add : kernels::Accumulate::write,
-                        flat.mutable_data_ptr<float>() + place.offset, kernel_dtype(ordered.scalar_type()),
-                        ordered.const_data_ptr(), place.numel, 1.0f, norm);
+                        flat.mutable_data_ptr<float>() + place.offset,
+                        kernel_dtype(ordered.scalar_type()), ordered.const_data_ptr(), place.numel,
+                        1.0f, norm);
     state.norm_valid = last_;
   } else {  // 16-bit accumulators, only where the config asks for them
     auto target = store_.view_of(entry, flat);
@@ -133,11 +142,14 @@ void Gradients::make_norm(int entry) {
   const auto& flat = store_.flat(place.flat).accumulator;
   const kernels::Piece piece{place.offset, place.offset + place.numel};
   kernels::squared_norms(launch_for(flat.device()), kernel_dtype(flat.scalar_type()),
-                         flat.const_data_ptr(), &piece, 1, squared_norms_.mutable_data_ptr<double>() + entry);
+                         flat.const_data_ptr(), &piece, 1,
+                         squared_norms_.mutable_data_ptr<double>() + entry);
   entries_[static_cast<std::size_t>(entry)].norm_valid = true;
 }
 
-void Gradients::invalidate_norm(int entry) { entries_[static_cast<std::size_t>(entry)].norm_valid = false; }
+void Gradients::invalidate_norm(int entry) {
+  entries_[static_cast<std::size_t>(entry)].norm_valid = false;
+}
 
 void Gradients::start_window() {
   for (auto& state : entries_) state = {};

@@ -22,8 +22,8 @@ class Gradients {
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
 
-  // While it lives gradients are taken; otherwise a backward of the user's own fills .grad as usual.
-  // `last`: the window's last micro-batch, whose pass over memory also yields the norms.
+  // While it lives gradients are taken; otherwise a backward of the user's own fills .grad as
+  // usual. `last`: the window's last micro-batch, whose pass over memory also yields the norms.
   class Taking {
    public:
     Taking(Gradients& gradients, bool last);
@@ -35,8 +35,8 @@ class Gradients {
     Gradients& gradients_;
   };
 
-  // Makes every accumulator whole at the end of a window: zeros where no gradient came, norms where the
-  // last pass did not make them.
+  // Makes every accumulator whole at the end of a window: zeros where no gradient came, norms where
+  // the last pass did not make them.
   void finish_window();
 
   // Sum of squares of each entry's accumulator (fp64, device of the model), valid after
@@ -68,7 +68,8 @@ class Gradients {
   bool last_ = false;
   bool sparse_noted_ = false;
   std::shared_ptr<Shared> shared_;
-  // Held: a tensor keeps only a weak pointer to its accumulator, and the hook lives in the accumulator.
+  // Held: a tensor keeps only a weak pointer to its accumulator, and the hook lives in the
+  // accumulator.
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
 };
 

@@ -1,4 +1,5 @@
-// The engine's books: accounts by hand, a flat peak over many micro-batches, running out and going on.
+// The engine's books: accounts by hand, a flat peak over many micro-batches, running out and going
+// on.
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +25,8 @@ TEST(Memory, AccountsAreRightToTheByte) {
   {
     Engine engine(model.view(), config);
     EXPECT_EQ(held(engine, Account::parameters), 1024 * 4);
-    EXPECT_EQ(held(engine, Account::optimizer), 2 * 1024 * 4) << "two moments; fp32 is its own master";
+    EXPECT_EQ(held(engine, Account::optimizer), 2 * 1024 * 4)
+        << "two moments; fp32 is its own master";
     EXPECT_EQ(held(engine, Account::gradients), 1024 * 4);
   }
   config.precision.dtype = config.precision.parameters = config::DType::bf16;
@@ -42,7 +44,9 @@ TEST(Memory, PeakDoesNotGrowWithTheWindow) {
     for (int i = 0; i < micro_batches; ++i) window.push_back(make_batch(64, 5));
     std::int64_t bytes = 0;
     for (int update = 0; update < 2; ++update) {
-      bytes = engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), 64); }).peak_bytes;
+      bytes =
+          engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), 64); })
+              .peak_bytes;
     }
     return bytes;
   };
@@ -54,7 +58,9 @@ TEST(Memory, OutOfMemoryLeavesNothingBehindAndTheEngineUsable) {
   Config config;
   Engine plain(undisturbed.view(), config);
   const std::vector<Batch> window{make_batch(4, 1)};
-  const auto loss_of = [](TinyModel& m) { return [&m](const Batch& b) { return Loss::mean(mean_loss(m, b), b.counted()); }; };
+  const auto loss_of = [](TinyModel& m) {
+    return [&m](const Batch& b) { return Loss::mean(mean_loss(m, b), b.counted()); };
+  };
   const auto needed = plain.step(window, loss_of(undisturbed)).peak_bytes;
   config.memory.budget_bytes = needed + 1024;
   Engine engine(model.view(), config);
@@ -71,7 +77,8 @@ TEST(Memory, AccountsAtThePeakSumToIt) {
   TinyModel model;
   Engine engine(model.view(), Config{});
   const std::vector<Batch> window{make_batch(64, 1)};
-  const auto result = engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), 64); });
+  const auto result =
+      engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), 64); });
   std::int64_t sum = 0;
   for (const auto bytes : result.accounts) sum += bytes;
   EXPECT_EQ(sum, result.peak_bytes);

@@ -1,4 +1,5 @@
-// Parameters of every kind survive being re-homed: tied, frozen, 0-dim, empty, transposed, unused, mixed.
+// Parameters of every kind survive being re-homed: tied, frozen, 0-dim, empty, transposed, unused,
+// mixed.
 #include <ATen/ops/scalar_tensor.h>
 #include <gtest/gtest.h>
 
@@ -22,8 +23,15 @@ struct OddModel {
     for (auto* p : {&tied, &transposed, &scale, &empty, &unused}) p->requires_grad_();
   }
   ModelView view() const {
-    return {{{"in.weight", tied}, {"mid", transposed}, {"scale", scale}, {"none", empty}, {"unused", unused},
-             {"frozen", frozen}, {"out.weight", tied}}, {}, {}};
+    return {{{"in.weight", tied},
+             {"mid", transposed},
+             {"scale", scale},
+             {"none", empty},
+             {"unused", unused},
+             {"frozen", frozen},
+             {"out.weight", tied}},
+            {},
+            {}};
   }
   at::Tensor loss(const at::Tensor& x) const {
     const auto h = (x.matmul(tied) + frozen).matmul(tied).matmul(transposed) * scale;
@@ -43,7 +51,9 @@ TEST(Parameters, IdentityShapesAndStridesStayAndTrainingIsRight) {
   EXPECT_EQ(model.transposed.strides(), plain.transposed.strides());
   EXPECT_TRUE(model.transposed.equal(plain.transposed));
   EXPECT_EQ(engine.table().entries().size(), 6u);
-  EXPECT_EQ(engine.table().entries()[static_cast<std::size_t>(engine.table().find("out.weight"))].name, "in.weight");
+  EXPECT_EQ(
+      engine.table().entries()[static_cast<std::size_t>(engine.table().find("out.weight"))].name,
+      "in.weight");
   const auto x = normal({8, 4}, 9);
   engine.step(1, [&](std::size_t) { return Loss::mean(model.loss(x), 1); });
   torch::autograd::backward({plain.loss(x)}, {});
@@ -76,7 +86,8 @@ TEST(Parameters, BadModelsAreRefused) {
   };
   EXPECT_THROW(build({}), Error);
   const auto base = normal({8, 8}, 1);
-  EXPECT_THROW(build({{"a", base.narrow(0, 0, 5)}, {"b", base.narrow(0, 4, 4)}}), Error) << "overlap";
+  EXPECT_THROW(build({{"a", base.narrow(0, 0, 5)}, {"b", base.narrow(0, 4, 4)}}), Error)
+      << "overlap";
   EXPECT_NO_THROW(build({{"a", base.narrow(0, 0, 4)}, {"b", base.narrow(0, 4, 4)}}));
   EXPECT_THROW(build({{"a", normal({8, 8}, 1).narrow(1, 0, 3)}}), Error) << "gaps";
   EXPECT_THROW(build({{"a", normal({8}, 1).expand({3, 8})}}), Error) << "repeats";
@@ -109,7 +120,11 @@ TEST(Parameters, MovedAfterBuildIsAnError) {
   OddModel model;
   Engine engine(model.view(), Config{});
   model.tied.set_data(model.tied.detach().clone());
-  EXPECT_THROW(engine.step(1, [&](std::size_t) { return Loss::mean(model.loss(normal({2, 4}, 1)), 1); }), Error);
+  EXPECT_THROW(engine.step(1,
+                           [&](std::size_t) {
+                             return Loss::mean(model.loss(normal({2, 4}, 1)), 1);
+                           }),
+               Error);
 }
 
 TEST(Parameters, AModelOutlivesItsEngines) {

@@ -30,7 +30,8 @@ bool same(const TinyModel& model, const std::vector<at::Tensor>& before) {
 
 StepResult step_times(Engine& engine, TinyModel& model, double factor) {
   const std::vector<Batch> window{make_batch(4, 1)};
-  return engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b) * factor, 4); });
+  return engine.step(window,
+                     [&](const Batch& b) { return Loss::mean(mean_loss(model, b) * factor, 4); });
 }
 
 TEST(Status, NonFiniteLossChangesNothing) {
@@ -51,7 +52,9 @@ TEST(Status, NonFiniteGradientNamesTheParameter) {
   Config config;
   Engine engine(model.view(), config);
   const auto before = copies(model);
-  const auto bad = [&](std::size_t) { return Loss::mean((model.b2 * 0).abs().sqrt().sum() + model.w1.sum(), 1); };
+  const auto bad = [&](std::size_t) {
+    return Loss::mean((model.b2 * 0).abs().sqrt().sum() + model.w1.sum(), 1);
+  };
   const auto result = engine.step(1, bad);
   EXPECT_EQ(result.status, Status::nonfinite_gradient);
   EXPECT_EQ(result.first_bad_parameter, "l2.bias");
@@ -72,7 +75,8 @@ TEST(Status, NothingCountedIsEmptyAndKeepsTheSchedule) {
   Engine engine(model.view(), Config{});
   const auto before = copies(model);
   const std::vector<Batch> window{make_batch(3, 1, 3), make_batch(2, 2, 2)};
-  const auto result = engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), b.counted()); });
+  const auto result = engine.step(
+      window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), b.counted()); });
   EXPECT_EQ(result.status, Status::empty);
   EXPECT_EQ(result.tokens, 0);
   EXPECT_TRUE(same(model, before));
@@ -111,10 +115,12 @@ TEST(Status, AnExceptionKeepsItsTypeAndDiscardsTheWindow) {
   TinyModel model, undisturbed;
   Engine engine(model.view(), Config{}), other(undisturbed.view(), Config{});
   const std::vector<Batch> window{make_batch(4, 1), make_batch(4, 2)};
-  EXPECT_THROW(engine.step(2, [&](std::size_t i) -> Loss {
-    if (i == 1) throw Odd("user code");
-    return Loss::mean(mean_loss(model, window[i]), 4);
-  }), Odd);
+  EXPECT_THROW(engine.step(2,
+                           [&](std::size_t i) -> Loss {
+                             if (i == 1) throw Odd("user code");
+                             return Loss::mean(mean_loss(model, window[i]), 4);
+                           }),
+               Odd);
   EXPECT_EQ(engine.micro_batches(), 0);
   const auto run = [&](Engine& e, TinyModel& m) {
     return e.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(m, b), 4); });

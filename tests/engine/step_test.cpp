@@ -23,7 +23,8 @@ Config config_with(double lr = 1e-2) {
 // Windows of ragged micro-batches: row counts and masks differ, one is masked out altogether.
 std::vector<Batch> ragged_window(int update) {
   const auto seed = static_cast<std::uint64_t>(100 * update + 7);
-  return {make_batch(7, seed, 2), make_batch(3, seed + 1), make_batch(4, seed + 2, 4), make_batch(12, seed + 3, 1)};
+  return {make_batch(7, seed, 2), make_batch(3, seed + 1), make_batch(4, seed + 2, 4),
+          make_batch(12, seed + 3, 1)};
 }
 
 TEST(Step, EqualsFloat64ReferenceOverRaggedWindows) {
@@ -33,7 +34,8 @@ TEST(Step, EqualsFloat64ReferenceOverRaggedWindows) {
   Engine engine(model.view(), config);
   for (int update = 0; update < 20; ++update) {
     const auto window = ragged_window(update);
-    const auto result = engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), b.counted()); });
+    const auto result = engine.step(
+        window, [&](const Batch& b) { return Loss::mean(mean_loss(model, b), b.counted()); });
     const auto expected = reference.step(window, config.optimizer.lr);
     ASSERT_EQ(result.status, Status::applied);
     EXPECT_EQ(result.tokens, 5 + 3 + 0 + 11);
@@ -53,10 +55,12 @@ TEST(Step, BigBatchAndAccumulationAgreeToRounding) {
   for (int update = 0; update < 10; ++update) {
     const auto batch = make_batch(24, 50 + update);
     std::vector<Batch> pieces;
-    for (int i = 0; i < 8; ++i) pieces.push_back({batch.x.narrow(0, 3 * i, 3), batch.y.narrow(0, 3 * i, 3)});
+    for (int i = 0; i < 8; ++i)
+      pieces.push_back({batch.x.narrow(0, 3 * i, 3), batch.y.narrow(0, 3 * i, 3)});
     const std::vector<Batch> one{batch};
     big.step(one, [&](const Batch& b) { return Loss::mean(mean_loss(whole, b), b.counted()); });
-    small.step(pieces, [&](const Batch& b) { return Loss::mean(mean_loss(split, b), b.counted()); });
+    small.step(pieces,
+               [&](const Batch& b) { return Loss::mean(mean_loss(split, b), b.counted()); });
     reference.step(one, config.optimizer.lr);
   }
   const double of_big = test::largest_error(whole, reference);
@@ -70,7 +74,8 @@ TEST(Step, ThreeCallsGiveTheBitsOfTheWindow) {
   Engine window_engine(by_window.view(), config), calls_engine(by_calls.view(), config);
   for (int update = 0; update < 5; ++update) {
     const auto window = ragged_window(update);
-    const auto a = window_engine.step(window, [&](const Batch& b) { return Loss::mean(mean_loss(by_window, b), b.counted()); });
+    const auto a = window_engine.step(
+        window, [&](const Batch& b) { return Loss::mean(mean_loss(by_window, b), b.counted()); });
     for (const auto& b : window) {
       EXPECT_FALSE(calls_engine.is_boundary());
       at::Tensor loss;
@@ -85,7 +90,8 @@ TEST(Step, ThreeCallsGiveTheBitsOfTheWindow) {
     EXPECT_EQ(a.loss, b.loss);
     EXPECT_EQ(a.grad_norm, b.grad_norm);
   }
-  for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(by_window.named()[i].tensor.equal(by_calls.named()[i].tensor));
+  for (std::size_t i = 0; i < 4; ++i)
+    EXPECT_TRUE(by_window.named()[i].tensor.equal(by_calls.named()[i].tensor));
 }
 
 TEST(Step, MeanSumAndPerTokenLossesAreTheSameLoss) {
@@ -102,9 +108,13 @@ TEST(Step, MeanSumAndPerTokenLossesAreTheSameLoss) {
   const auto reduced = [](const TinyModel& m, const Batch& b, std::int64_t reduction) {
     return at::cross_entropy_loss(m.logits(b.x), b.y, {}, reduction, -100, 0.0);
   };
-  const auto mean = train([&](auto& m, auto& b) { return Loss::mean(reduced(m, b, at::Reduction::Mean), b.counted()); });
-  const auto sum = train([&](auto& m, auto& b) { return Loss::sum(reduced(m, b, at::Reduction::Sum), b.counted()); });
-  const auto each = train([&](auto& m, auto& b) { return Loss::per_token(reduced(m, b, at::Reduction::None)); });
+  const auto mean = train([&](auto& m, auto& b) {
+    return Loss::mean(reduced(m, b, at::Reduction::Mean), b.counted());
+  });
+  const auto sum = train(
+      [&](auto& m, auto& b) { return Loss::sum(reduced(m, b, at::Reduction::Sum), b.counted()); });
+  const auto each =
+      train([&](auto& m, auto& b) { return Loss::per_token(reduced(m, b, at::Reduction::None)); });
   EXPECT_NEAR(mean.first, sum.first, 1e-6);
   EXPECT_NEAR(mean.first, each.first, 1e-6);
   EXPECT_TRUE(mean.second.allclose(sum.second, 1e-5, 1e-6));
@@ -123,20 +133,22 @@ TEST(Step, TermsWithDenominatorsOfTheirOwn) {
   Engine engine(model.view(), config);
   const std::vector<Batch> window{a, b};
   const std::int64_t rows[] = {2, 5};
-  const auto result = engine.step(
-      2,
-      [&](std::size_t i) {
-        auto loss = Loss::mean(mean_loss(model, window[i]), window[i].counted());
-        loss.terms.push_back({term(model, window[i], rows[i]), Loss::Kind::mean, at::scalar_tensor(rows[i]), 0.3});
-        return loss;
-      },
-      {16, 7});
+  const auto result =
+      engine.step(2,
+                  [&](std::size_t i) {
+                    auto loss = Loss::mean(mean_loss(model, window[i]), window[i].counted());
+                    loss.terms.push_back({term(model, window[i], rows[i]), Loss::Kind::mean,
+                                          at::scalar_tensor(rows[i]), 0.3});
+                    return loss;
+                  },
+                  {16, 7});
   // By hand: each mean weighted by its count over the total of its own kind.
   const auto total = (mean_loss(plain, a) * 6 + mean_loss(plain, b) * 10) / 16 +
                      0.3 * (term(plain, a, 2) * 2 + term(plain, b, 5) * 5) / 7;
   torch::autograd::backward({total}, {});
   double squares = 0;
-  for (const auto& p : plain.named()) squares += p.tensor.grad().to(at::kDouble).pow(2).sum().item<double>();
+  for (const auto& p : plain.named())
+    squares += p.tensor.grad().to(at::kDouble).pow(2).sum().item<double>();
   EXPECT_NEAR(result.loss, total.item<double>(), 1e-6);
   EXPECT_NEAR(result.grad_norm, std::sqrt(squares), 1e-5 * std::sqrt(squares));
   const auto loss_with_term = [&](std::size_t i) {
@@ -145,7 +157,8 @@ TEST(Step, TermsWithDenominatorsOfTheirOwn) {
     return loss;
   };
   EXPECT_THROW(engine.step(1, loss_with_term), Error) << "terms without counts";
-  EXPECT_THROW(engine.step(1, loss_with_term, {16, 7}), Error) << "counts that the window does not reach";
+  EXPECT_THROW(engine.step(1, loss_with_term, {16, 7}), Error)
+      << "counts that the window does not reach";
 }
 
 TEST(Step, ReadingGradientsChangesNoBitAndWritingThemCounts) {
@@ -176,7 +189,8 @@ TEST(Step, ReadingGradientsChangesNoBitAndWritingThemCounts) {
   EXPECT_TRUE(untouched.second.equal(read.second));
   EXPECT_LT(written.first, untouched.first);
   TinyModel start;
-  EXPECT_TRUE(written.second.allclose(start.w1 * (1 - 1e-2 * 0.1), 0, 1e-7)) << "only decay moved it";
+  EXPECT_TRUE(written.second.allclose(start.w1 * (1 - 1e-2 * 0.1), 0, 1e-7))
+      << "only decay moved it";
 }
 
 TEST(Step, RefusesCallsOutOfOrder) {
@@ -191,7 +205,9 @@ TEST(Step, RefusesCallsOutOfOrder) {
   EXPECT_THROW(engine.step(0, [](std::size_t) { return Loss(); }), Error);
   engine.backward(Loss::mean(mean_loss(model, batch), 4));
   EXPECT_THROW(engine.step(), Error) << "off the boundary";
-  EXPECT_THROW(engine.step(std::vector<Batch>{batch}, [&](const Batch& b) { return mean_loss(model, b); }), Error);
+  EXPECT_THROW(
+      engine.step(std::vector<Batch>{batch}, [&](const Batch& b) { return mean_loss(model, b); }),
+      Error);
   const auto result = engine.step(Last::yes);
   EXPECT_EQ(result.status, Status::applied);
   EXPECT_EQ(result.micro_batches, 1);

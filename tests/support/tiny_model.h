@@ -2,9 +2,8 @@
 // float64 reference of its training with torch's autograd and AdamW written out.
 #pragma once
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
@@ -12,6 +11,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
@@ -21,7 +21,9 @@
 
 namespace poise::test {
 
-inline at::Generator generator(std::uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
+inline at::Generator generator(std::uint64_t seed) {
+  return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
 
 inline at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed, double std = 1.0) {
   return at::empty(sizes, at::kFloat).normal_(0, std, generator(seed));
