@@ -8,6 +8,7 @@ namespace poise::python {
 void bind_cli(py::module_& module);
 void bind_core(py::module_& module);
 void bind_kernels(py::module_& module);
+void bind_data(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -17,4 +18,5 @@ PYBIND11_MODULE(_C, module) {
   bind_core(module);  // first: the others throw its exceptions
   bind_cli(module);
   bind_kernels(module);
+  bind_data(module);
 }

@@ -1,0 +1,199 @@
+"""Where windows come from: map-style data in poise's order (MapFeed), and loaders or iterables with an
+order of their own (LoaderFeed). A feed yields (window, offset of the window after it)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from poise import _C
+
+_log = logging.getLogger("poise")
+
+
+def has_own_order(loader: DataLoader) -> bool:
+    """Whether a loader's order is more than torch's shuffle=True or False, which poise replaces."""
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or type(loader.batch_sampler) is not BatchSampler
+    ):
+        return True
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return sampler.replacement or sampler.num_samples != len(loader.dataset)
+    return type(sampler) is not SequentialSampler
+
+
+def _again(loader: DataLoader, **order: Any) -> DataLoader:
+    """The same loader with another order (batch_sampler=, or sampler= with batch_size=None)."""
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+        )
+    }
+    if loader.num_workers > 0:
+        kept["prefetch_factor"] = loader.prefetch_factor
+        kept["multiprocessing_context"] = loader.multiprocessing_context
+    # A generator of its own: seeding workers from torch's global one would move the model's dropout.
+    return DataLoader(loader.dataset, generator=torch.Generator(), **kept, **order)
+
+
+class MapFeed:
+    """A dataset with a length, in the order of the C++ sampler, window by window."""
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        accumulation: int,
+        seed: int,
+        shuffle: bool | None,
+        ranks: int,
+        rank: int,
+    ) -> None:
+        self.size = len(loader.dataset)
+        self.num_workers = loader.num_workers
+        self._shuffle = (
+            type(loader.sampler) is RandomSampler if shuffle is None else shuffle
+        )
+        self._seed, self._loader = seed, loader
+        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self._order = _C.Sampler(
+            self.size, seed=seed, shuffle=self._shuffle, ranks=ranks, rank=rank
+        )
+        self._window_samples = loader.batch_size * accumulation * ranks
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "unit": self.unit,
+            "size": self.size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
+        loader = _again(self._loader, batch_sampler=_Batches(self, epoch, offset))
+        loader.generator.manual_seed(
+            self._seed + epoch
+        )  # of the workers' own random streams
+        batches = iter(loader)
+        for length, after in self.plan(epoch, offset):
+            yield list(itertools.islice(batches, len(length))), after
+
+    def plan(self, epoch: int, offset: int) -> Iterator[tuple[list[list[int]], int]]:
+        """(index lists of this rank's batches, offset after the window) until the epoch ends."""
+        cursor, start = epoch * self.size + offset, epoch * self.size
+        while cursor < start + self.size:
+            indices = self._order.indices(cursor, self._window_samples)
+            cursor = self._order.advance(cursor, self._window_samples)
+            step = self._batch_size
+            lists = [indices[i : i + step] for i in range(0, len(indices), step)]
+            if self._drop_last and lists and len(lists[-1]) < step:
+                lists.pop()
+            if lists or not self._drop_last:
+                yield lists, cursor - start
+
+
+class _Batches:
+    """The plan of a feed as a batch sampler."""
+
+    def __init__(self, feed: MapFeed, epoch: int, offset: int) -> None:
+        self._feed, self._epoch, self._offset = feed, epoch, offset
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for lists, _ in self._feed.plan(self._epoch, self._offset):
+            yield from lists
+
+
+class LoaderFeed:
+    """Batches in the order their source gives them; an offset counts batches."""
+
+    unit = "batches"
+    size = None
+
+    def __init__(self, batches: Iterable[Any], accumulation: int) -> None:
+        self._source, self._accumulation = batches, accumulation
+        self.num_workers = getattr(batches, "num_workers", 0)
+        self._said = False
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "unit": self.unit,
+            "batch_size": getattr(self._source, "batch_size", None),
+        }
+
+    def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
+        _tell_epoch(self._source, epoch)
+        batches = self._from(offset)
+        while window := list(itertools.islice(batches, self._accumulation)):
+            offset += len(window)
+            yield window, offset
+
+    def _from(self, offset: int) -> Iterator[Any]:
+        source = self._source
+        if isinstance(source, DataLoader) and not isinstance(
+            source.dataset, IterableDataset
+        ):
+            # Indices are skipped, samples are not read.
+            if source.batch_sampler is None:
+                return iter(
+                    _again(
+                        source,
+                        sampler=_Skipping(source.sampler, offset),
+                        batch_size=None,
+                    )
+                )
+            return iter(
+                _again(source, batch_sampler=_Skipping(source.batch_sampler, offset))
+            )
+        if offset == 0:
+            return iter(source)
+        if not self._said:
+            self._said = True
+            _log.warning(
+                "[data] resuming %s by reading and dropping %d batches: it has no index to seek to",
+                type(getattr(source, "dataset", source)).__name__,
+                offset,
+            )
+        return itertools.islice(iter(source), offset, None)
+
+
+class _Skipping:
+    """A sampler without its first entries."""
+
+    def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
+        self._sampler, self._skipped = sampler, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._sampler), self._skipped, None)
+
+
+def _tell_epoch(source: Any, epoch: int) -> None:
+    """set_epoch(), where a loader's sampler or dataset wants to know it (DistributedSampler does)."""
+    batch_sampler = getattr(source, "batch_sampler", None)
+    for part in (
+        source,
+        getattr(source, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(source, "dataset", None),
+    ):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
