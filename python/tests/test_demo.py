@@ -3,6 +3,8 @@
 import html.parser
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,6 +125,14 @@ def test_rows_differ_only_where_they_say():
     }
     assert all(both == {"cpp", "python"} for both in languages.values())
     assert len({row.slug for row in all_rows()}) == len(all_rows())
+
+
+def test_settings_are_known_to_the_runtime():
+    import poise
+
+    for row in all_rows():
+        text = json.dumps(run_settings(row, FULL, Path("c"), Path("o"), 1 << 20))
+        poise.Config.from_json(text)
 
 
 def test_budget_lies_between_measured_peaks():
@@ -289,3 +299,28 @@ def test_rows_that_cannot_start_end_the_demo_with_their_reason(tmp_path, monkeyp
     monkeypatch.setattr(demo, "all_rows", lambda: rows)
     assert demo.main(["--quick", "--out", str(tmp_path)]) == 1
     assert "plain big batch (C++): no way" in capsys.readouterr().err
+
+
+def test_quick_run_from_end_to_end(tmp_path):
+    out = tmp_path / "a folder"
+    done = subprocess.run(
+        [sys.executable, "-m", "poise.demo", "--quick", "--out", str(out)],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The fp32 loss curves agree" in done.stdout and "out of memory" in done.stdout
+    content = json.loads((out / "summary.json").read_text())
+    check_summary(content)
+    by_name = {(row["name"], row["language"]): row for row in content["rows"]}
+    assert len(by_name) == len(all_rows())
+    misfit = by_name["plain big batch, budget", "cpp"]
+    assert "memory" in misfit["error"] and misfit["losses"] == [] and misfit["budget_bytes"] > 0
+    for row in content["rows"]:
+        if row is misfit:
+            continue
+        assert row["error"] is None and row["val_loss"] > 0 and row["tokens_per_s"] > 0
+        assert not row["budget_bytes"] or row["peak_bytes"] <= row["budget_bytes"]
+    page = (out / "report.html").read_text()
+    assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
+    assert check_html(page).images == 3

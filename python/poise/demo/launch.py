@@ -89,10 +89,14 @@ def error_in(stderr: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This package first, and the same number of threads in every row."""
+    """This package first, the same number of threads in every row, and no GPU.
+
+    The rows are sized for CPUs, and a budget holds on every one of them alike.
+    """
     environment = dict(os.environ)
     paths = [str(PACKAGE_FOLDER), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["OMP_NUM_THREADS"] = str(machine.threads())
     return environment
 

@@ -29,6 +29,7 @@ def facts() -> dict[str, str]:
         "CPU": _cpu_name(),
         "cores usable": str(usable_cores()),
         "threads of each row": str(threads()),
+        "GPU": "not used: the rows are sized for CPUs",
         "instruction set torch chose": torch.backends.cpu.get_cpu_capability(),
         "memory": _memory(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -133,24 +133,29 @@ def _memory(plt, outcomes: Sequence[Outcome]):
 
 
 def _times(plt, outcomes: Sequence[Outcome]):
-    """The median of each row, and its updates one by one."""
+    """The median of each row, and its updates one by one; 16-bit bars may run off the edge."""
     shown = [entry for entry in outcomes if entry.update_seconds]
     if not shown:
         return None
     figure, axes = _bars(plt, shown, "Time per update", "milliseconds")
     colours = {"cpp": COLOURS[2], "python": COLOURS[1]}
+    fp32 = [entry for entry in shown if entry.row.precision == "fp32"] or shown
+    edge = 1.6 * max(1000 * (entry.seconds_per_update or 0) for entry in fp32)
     for i, entry in enumerate(shown):
         times = [1000 * seconds for seconds in entry.update_seconds[1:] or entry.update_seconds]
         median = 1000 * (entry.seconds_per_update or 0)
         axes.barh(i, median, color=colours[entry.row.language])
-        axes.plot(times, [i + 0.2] * len(times), "|", color="black", alpha=0.35, markersize=6)
-        axes.text(median, i - 0.2, f" {median:.0f}", va="center", fontsize=9)
+        marks = {"color": "black", "alpha": 0.35, "markersize": 6}
+        axes.plot(times, [i + 0.2] * len(times), "|", **marks)
+        text, end, side = f" {median:,.0f}", median, "left"
+        if median > edge:
+            text, end, side = f"{median:,.0f} \N{RIGHTWARDS ARROW} ", edge, "right"
+        axes.text(end, i - 0.2, text, va="center", ha=side, fontsize=9)
     for language, colour in colours.items():
         name = "C++" if language == "cpp" else "Python"
         axes.barh([0], [0], color=colour, label=f"median ({name})")
     axes.plot([], [], "|", color="black", alpha=0.5, label="single updates, without the first")
-    slowest = max(entry.seconds_per_update or 0 for entry in shown)
-    axes.set_xlim(0, 1000 * slowest * 1.3)
+    axes.set_xlim(0, edge)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
 
