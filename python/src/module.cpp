@@ -9,6 +9,7 @@ void bind_cli(py::module_& module);
 void bind_core(py::module_& module);
 void bind_kernels(py::module_& module);
 void bind_data(py::module_& module);
+void bind_memory(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_C, module) {
   bind_cli(module);
   bind_kernels(module);
   bind_data(module);
+  bind_memory(module);
 }
