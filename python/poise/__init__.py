@@ -14,8 +14,10 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise._C import Bug, Error  # noqa: E402  (after the check)
+from poise import checkpointing  # noqa: E402  (after the check)
+from poise._C import Bug, Error  # noqa: E402
+from poise.checkpointing import chunked_cross_entropy  # noqa: E402
 
 __version__ = _build.version
 
-__all__ = ["Bug", "Error", "__version__"]
+__all__ = ["Bug", "Error", "__version__", "checkpointing", "chunked_cross_entropy"]

@@ -10,6 +10,7 @@ void bind_core(py::module_& module);
 void bind_kernels(py::module_& module);
 void bind_data(py::module_& module);
 void bind_memory(py::module_& module);
+void bind_checkpointing(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -21,4 +22,5 @@ PYBIND11_MODULE(_C, module) {
   bind_kernels(module);
   bind_data(module);
   bind_memory(module);
+  bind_checkpointing(module);
 }

@@ -1,0 +1,235 @@
+"""Recomputing activations: the same outputs and gradients with less kept until backward.
+
+``apply`` turns it on for parts of any ``nn.Module``; ``recompute`` runs one call that way.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from poise import _C
+from poise._C import Error, recomputing
+
+__all__ = ["Handle", "apply", "chunked_cross_entropy", "recompute", "recomputing"]
+
+
+def recompute(
+    fn: Callable[..., Any], *args: Any, buffers: Iterable[torch.Tensor] = (), **kwargs: Any
+) -> Any:
+    """Calls ``fn(*args, **kwargs)`` now and again in backward, keeping only its inputs.
+
+    Random state, autocast and grad mode are replayed. Inputs and outputs may be nested in any way that
+    ``torch.utils._pytree`` knows.
+
+    Args:
+        fn: Must do the same both times; ``recomputing()`` tells it which run it is in.
+        buffers: Tensors that ``fn`` updates in place (running statistics); the second run leaves them
+            as it found them.
+    """
+    return _recompute(fn, args, kwargs, list(buffers))
+
+
+def _recompute(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], buffers: list[torch.Tensor]
+) -> Any:
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaves[i] for i in places]
+    for i in places:
+        leaves[i] = None  # the core keeps inputs, and lets an enclosing region drop them
+
+    def again(tensors: list[torch.Tensor]) -> None:
+        values = list(leaves)
+        for i, tensor in zip(places, tensors):
+            values[i] = tensor
+        again_args, again_kwargs = tree_unflatten(values, spec)
+        fn(*again_args, **again_kwargs)
+
+    return _C.recompute(lambda: fn(*args, **kwargs), again, inputs, buffers)
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    chunk_tokens: int = 1024,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of cross-entropy of ``hidden @ weight.T + bias`` without ever holding all logits.
+
+    Args:
+        hidden: ``[..., width]``; ``targets`` has the same leading sizes.
+        weight: ``[classes, width]``; ``bias`` is ``[classes]`` or None.
+        chunk_tokens: Rows whose logits exist at a time.
+        ignore_index: Rows with this target count 0.
+
+    Returns:
+        The sum (fp32) and the number of counted rows (int64), both 0-dimensional.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _C.chunked_cross_entropy(
+        rows, weight, bias, targets.reshape(-1), chunk_tokens, ignore_index
+    )
+
+
+class Handle:
+    """What ``apply`` did to a model; ``remove()`` undoes it."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self.units = list(modules)  # names of the recomputed modules
+
+    def remove(self) -> None:
+        """Gives every module its own forward back. A second call does nothing."""
+        for module in self._modules.values():
+            recomputed = module.__dict__["forward"]
+            del module.__dict__["forward"]
+            if recomputed.own is not None:
+                module.forward = recomputed.own
+        self._modules = {}
+
+
+def apply(
+    model: nn.Module,
+    policy: str = "every_n",
+    n: int = 1,
+    units: str | type | Sequence[str | type] | None = None,
+) -> Handle:
+    """Lets parts of ``model`` recompute their activations in backward.
+
+    Args:
+        policy: Which of the units: ``every_n``, ``sqrt``, ``first_m``, ``list`` (all that ``units``
+            names), ``selective`` (all, but outputs of matrix products and attention are kept), ``none``.
+        n: For ``every_n`` and ``first_m``.
+        units: Class names, classes, or shell patterns of module names. None finds the blocks: the
+            entries of the ModuleList or Sequential of equal modules that holds most parameters.
+
+    Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
+    """
+    if policy == "list" and units is None:
+        raise Error("[checkpointing] policy 'list' without units; name some")
+    names = _repeated_blocks(model) if units is None else _named_units(model, units)
+    flags = _C.recomputed_units(policy, n, names if policy == "list" else [], names)
+    chosen = {name: model.get_submodule(name) for name, flag in zip(names, flags) if flag}
+    for name, module in chosen.items():
+        if isinstance(module.__dict__.get("forward"), _Recomputed):
+            raise Error(
+                f"[checkpointing] module is recomputed already: {name}; remove() that first"
+            )
+    for module in chosen.values():
+        module.forward = _Recomputed(module, selective=policy == "selective")
+    return Handle(chosen)
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    best, best_numel = None, 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        numel = sum(p.numel() for p in module.parameters())
+        if len({type(child) for child in module}) == 1 and numel > best_numel:
+            best, best_numel = (name, module), numel
+    if best is None:
+        raise Error(
+            "[checkpointing] the model has no ModuleList or Sequential of equal blocks; "
+            "name the modules with units="
+        )
+    prefix = f"{best[0]}." if best[0] else ""
+    return [f"{prefix}{child}" for child, _ in best[1].named_children()]
+
+
+def _named_units(model: nn.Module, wanted: str | type | Sequence[str | type]) -> list[str]:
+    names = []
+    found = dict(model.named_modules())
+    for entry in [wanted] if isinstance(wanted, (str, type)) else wanted:
+        matches = [name for name, module in found.items() if _matches(entry, name, module)]
+        if not matches:
+            known = ", ".join(sorted({type(module).__name__ for module in found.values()}))
+            raise Error(
+                f"[checkpointing] no module has the class or name {entry}; the classes are: {known}"
+            )
+        names += [name for name in matches if name not in names]
+    return [name for name in found if name in names]
+
+
+def _matches(entry: str | type, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    return type(module).__name__ == entry or bool(name and fnmatch.fnmatchcase(name, entry))
+
+
+class _Recomputed:
+    """Stands in for a module's forward. Copied with the module, it belongs to the copy."""
+
+    def __init__(self, module: nn.Module, selective: bool) -> None:
+        self.module = module
+        self.selective = selective
+        self.own = module.__dict__.get("forward")  # None: the class's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = _recompute_selectively if self.selective else _recompute
+        return run(self._forward, args, kwargs, self._statistics())
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _statistics(self) -> list[torch.Tensor]:
+        norm = nn.modules.batchnorm._NormBase  # batch norms and instance norms
+        return [b for m in self.module.modules() if isinstance(m, norm) for b in m.buffers(False)]
+
+
+def _recompute_selectively(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], buffers: list[torch.Tensor]
+) -> Any:
+    # Torch's dispatch modes decide by operator, which saved-tensor hooks cannot.
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def contexts() -> tuple[Any, Any]:
+        first, second = create_selective_checkpoint_contexts(_kept_operators())
+        return first, _both(_unchanged(buffers), second)
+
+    call = functools.partial(fn, **kwargs)  # the module's keywords, not checkpoint's
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _both(outer: Any, inner: Any) -> Any:
+    with outer, inner:
+        yield
+
+
+@contextmanager
+def _unchanged(buffers: list[torch.Tensor]) -> Any:
+    values = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, values):
+            buffer.data.copy_(value)
+
+
+def _kept_operators() -> list[Any]:
+    aten = torch.ops.aten
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]

@@ -1,0 +1,294 @@
+"""poise.checkpointing on torch modules: the same bits, the model restored, torch's own checkpoint beside."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import poise
+from poise import checkpointing
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, norm="layer"):
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm == "layer" else nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.25)
+        self.runs = 0
+
+    def forward(self, x, scale=None, extra=None):
+        self.runs += 1
+        y = self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        if scale is not None:
+            y = y * scale["by"][0]
+        return x + y if extra is None else {"x": x + y, "extra": [extra * 2]}
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4, norm="layer"):
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block(norm=norm) for _ in range(blocks))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make(**kwargs):
+    torch.manual_seed(0)
+    return Net(**kwargs), torch.randn(6, 8)
+
+
+def run(model, x, call=None):
+    """Loss and every gradient from one random state."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = (call or model)(x).float().pow(2).sum()
+    loss.backward()
+    return [loss.detach(), torch.rand(3)] + [
+        p.grad.clone() for p in model.parameters() if p.requires_grad
+    ]
+
+
+def assert_same_bits(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"policy": "every_n", "n": 2},
+        {"policy": "sqrt"},
+        {"policy": "first_m", "n": 3},
+        {"policy": "list", "units": "blocks.[13]"},
+        {"policy": "selective"},
+        {"units": "Block"},
+        {"units": Block},
+        {"units": [nn.LayerNorm, "blocks.0.up"]},
+        {"units": ["Block", nn.Linear]},  # regions inside regions
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_same_bits_with_dropout(how, autocast):
+    model, x = make()
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(x)
+
+    expected = run(model, x, call)
+    handle = checkpointing.apply(model, **how)
+    assert handle.units
+    assert_same_bits(run(model, x, call), expected)
+    handle.remove()
+    assert_same_bits(run(model, x, call), expected)
+
+
+def test_runs_as_often_as_the_policy_says():
+    model, x = make()
+    checkpointing.apply(model, "every_n", n=2)
+    run(model, x)
+    assert [block.runs for block in model.blocks] == [1, 2, 1, 2]
+    with torch.no_grad():
+        model(x)
+    assert [block.runs for block in model.blocks] == [2, 3, 2, 3]
+
+
+def test_remove_restores_the_model():
+    model, x = make()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    handle = checkpointing.apply(model)
+    assert list(model.state_dict()) == keys
+    twin = copy.deepcopy(model)
+    run(twin, x)
+    assert [b.runs for b in twin.blocks] == [2] * 4 and [b.runs for b in model.blocks] == [0] * 4
+    handle.remove()
+    handle.remove()
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    pickle.loads(pickle.dumps(model))
+
+
+def test_forward_of_an_instance_is_called_and_comes_back():
+    model, x = make()
+    own = lambda x: Block.forward(model.blocks[0], x) * 3  # noqa: E731
+    model.blocks[0].forward = own
+    expected = run(model, x)
+    handle = checkpointing.apply(model)
+    assert_same_bits(run(model, x), expected)
+    handle.remove()
+    assert model.blocks[0].__dict__["forward"] is own
+
+
+def test_refusals():
+    model, _ = make()
+    with pytest.raises(poise.Error, match="no module has the class or name Blok"):
+        checkpointing.apply(model, units="Blok")
+    with pytest.raises(poise.Error, match="unknown policy 'all'"):
+        checkpointing.apply(model, "all")
+    with pytest.raises(poise.Error, match="no ModuleList or Sequential"):
+        checkpointing.apply(nn.Linear(2, 2))
+    checkpointing.apply(model)
+    with pytest.raises(poise.Error, match="recomputed already: blocks.0"):
+        checkpointing.apply(model)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_batch_norm_statistics_move_once(selective):
+    model, x = make(norm="batch")
+    twin = copy.deepcopy(model)
+    expected = run(twin, x)
+    checkpointing.apply(model, "selective" if selective else "every_n")
+    assert_same_bits(run(model, x), expected)
+    for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers()):
+        assert torch.equal(a, b), name
+
+
+def test_keywords_nested_inputs_and_outputs_and_a_module_called_twice():
+    model, x = make()
+    block = model.blocks[0]
+
+    def call(x):
+        scale = {"by": [x.detach().abs().sum().reshape(1).requires_grad_(True)]}
+        out = block(model.inp(x), scale=scale, extra=x)
+        return block(out["x"], scale=scale) + out["extra"][0]
+
+    def gradients():
+        torch.manual_seed(1)
+        return torch.autograd.grad(call(x).sum(), [*model.inp.parameters(), *block.parameters()])
+
+    expected = gradients()
+    checkpointing.apply(model)
+    assert_same_bits(gradients(), expected)
+    assert block.runs == 2 + 4
+
+
+def test_frozen_inputs_and_adapters():
+    model, x = make()
+    model.inp.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    expected = run(model, x)
+    checkpointing.apply(model)
+    assert_same_bits(run(model, x), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_beside_torch_checkpoint(reentrant, place):
+    model, x = make()
+    pairs = [nn.Sequential(model.blocks[0], model.blocks[1]), nn.Sequential(*model.blocks[2:])]
+
+    def forward(outer, inner):
+        def through(x):
+            x = model.inp(x)
+            for pair in pairs:
+                x = outer(lambda y, pair=pair: inner(pair[1], inner(pair[0], y)), x)
+            return model.head(x)
+
+        return through
+
+    def plain(fn, x):
+        return fn(x)
+
+    def torchs(fn, x):
+        return checkpoint(fn, x, use_reentrant=reentrant)
+
+    expected = run(model, x, forward(plain, plain))
+    mix = (
+        (torchs, checkpointing.recompute)
+        if place == "around"
+        else (checkpointing.recompute, torchs)
+    )
+    assert_same_bits(run(model, x, forward(*mix)), expected)
+
+
+def test_nested_two_by_two_keeps_only_the_outer_inputs():
+    model, x = make()
+    recompute = checkpointing.recompute
+    expected = run(model, x)
+    kept = []
+
+    def pair(first, second):
+        def forward(x):
+            y = recompute(first, x)
+            if not checkpointing.recomputing():
+                kept.append(torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage()))
+            return recompute(second, y)
+
+        return forward
+
+    def call(x):
+        b = model.blocks
+        x = recompute(pair(b[2], b[3]), recompute(pair(b[0], b[1]), model.inp(x)))
+        assert all(ref.expired() for ref in kept) and len(kept) == 2
+        return model.head(x)
+
+    assert_same_bits(run(model, x, call), expected)
+
+
+def test_early_stop_and_exceptions_that_keep_their_type():
+    model, x = make()
+    reached = []
+
+    class Custom(Exception):
+        pass
+
+    def fn(x):
+        y = model.blocks[0](x)
+        try:
+            y = y.exp()
+        except Exception:  # must not see how the second run ends
+            reached.append("handler")
+        reached.append(checkpointing.recomputing())
+        return y
+
+    checkpointing.recompute(fn, x.requires_grad_(True)).sum().backward()
+    assert reached == [False]
+
+    def broken(x):
+        y = x.exp()
+        if checkpointing.recomputing():
+            raise Custom("second")
+        return y.exp()
+
+    loss = checkpointing.recompute(broken, x).sum()
+    for _ in range(2):
+        with pytest.raises(Custom, match="second"):
+            loss.backward()
+    with pytest.raises(ZeroDivisionError):
+        checkpointing.recompute(lambda x: x.exp() / (1 // 0), x)
+    assert_same_bits(run(model, x.detach()), run(model, x.detach()))
+
+
+def test_mismatch_is_named():
+    x = torch.randn(4, requires_grad=True)
+    half = lambda x: x[:2].exp() if checkpointing.recomputing() else x.exp()  # noqa: E731
+    with pytest.raises(poise.Error, match=r"was Float \[4\] on cpu, is Float \[2\]"):
+        checkpointing.recompute(half, x).sum().backward()
+
+
+def test_retained_graph_and_two_forwards_then_two_backwards():
+    model, x = make()
+    checkpointing.apply(model)
+    torch.manual_seed(1)
+    first, second = model(x).sum(), model(x).sum()
+    params = list(model.parameters())
+    a = torch.autograd.grad(second, params, retain_graph=True)
+    b = torch.autograd.grad(second, params)
+    assert_same_bits(a, b)
+    c = torch.autograd.grad(first, params)
+    torch.manual_seed(1)
+    assert_same_bits(c, torch.autograd.grad(model(x).sum(), params))
