@@ -22,7 +22,7 @@
 namespace poise {
 
 // What a forward hands back.
-struct Loss {
+struct POISE_API Loss {
   enum class Kind {
     mean,       // scalar: a mean over `count` tokens (or samples)
     sum,        // scalar: a sum over `count` tokens
@@ -81,7 +81,8 @@ class POISE_API Engine {
   }
 
   // The three-call form. Forward runs under forward_scope(); backward() accumulates; step() closes
-  // the window (an error off the boundary unless Last::yes, which closes a partial window).
+  // the window (an error off the boundary unless Last::yes, which closes a partial window). A
+  // forward with gradients switched off is an evaluation and belongs to no window.
   class POISE_API ForwardScope {
    public:
     ForwardScope(ForwardScope&&) noexcept;

@@ -14,10 +14,34 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise import checkpointing  # noqa: E402  (after the check)
-from poise._C import Bug, Error  # noqa: E402
+from poise import checkpointing, data, memory  # noqa: E402  (after the check)
+from poise._C import Bug, Config, Error, StepResult  # noqa: E402
+from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
+from poise.engine import Engine  # noqa: E402
+from poise.loss import Loss, Term  # noqa: E402
+from poise.status import Status  # noqa: E402
+from poise.trainer import Trainer, TrainOutput  # noqa: E402
+from poise.training_arguments import TrainingArguments  # noqa: E402
 
 __version__ = _build.version
 
-__all__ = ["Bug", "Error", "__version__", "checkpointing", "chunked_cross_entropy"]
+__all__ = [
+    "Bug",
+    "Config",
+    "Engine",
+    "Error",
+    "Loss",
+    "Status",
+    "StepResult",
+    "Term",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainingArguments",
+    "__version__",
+    "checkpointing",
+    "chunked_cross_entropy",
+    "data",
+    "memory",
+]

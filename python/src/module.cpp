@@ -11,6 +11,8 @@ void bind_kernels(py::module_& module);
 void bind_data(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_checkpointing(py::module_& module);
+void bind_config(py::module_& module);
+void bind_engine(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -23,4 +25,6 @@ PYBIND11_MODULE(_C, module) {
   bind_data(module);
   bind_memory(module);
   bind_checkpointing(module);
+  bind_config(module);
+  bind_engine(module);
 }

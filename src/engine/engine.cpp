@@ -1,6 +1,8 @@
 // The door of the room: checks the order of calls and hands them to train_step.
 #include "poise/engine.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "engine/impl.h"
 
 namespace poise {
@@ -74,7 +76,9 @@ Engine::ForwardScope::ForwardScope(std::unique_ptr<Impl> impl) : impl_(std::move
 Engine::ForwardScope::ForwardScope(ForwardScope&&) noexcept = default;
 Engine::ForwardScope::~ForwardScope() = default;
 
+// A forward without gradients is an evaluation: it belongs to no window.
 Engine::ForwardScope Engine::forward_scope() {
+  if (!at::GradMode::is_enabled()) return ForwardScope(std::make_unique<ForwardScope::Impl>(*impl_));
   if (impl_->state == WindowState::summed) {
     fail("engine", "a forward came after begin_update(); call step() first");
   }

@@ -1,0 +1,204 @@
+// The engine as Python sees it. Every call that may take long gives up the GIL for its whole length
+// and takes it back only around the user's loss function; the Python side (poise/engine.py) turns
+// what that function returns into the tuple that to_loss() reads.
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "poise/engine.h"
+
+namespace py = pybind11;
+
+namespace poise::python {
+namespace {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Units = std::vector<std::pair<std::string, std::vector<std::string>>>;
+
+// An engine waits for its threads when it goes; they may need the GIL to finish.
+struct DeleteWithoutGil {
+  void operator()(Engine* engine) const {
+    py::gil_scoped_release release;
+    delete engine;
+  }
+};
+using EnginePtr = std::unique_ptr<Engine, DeleteWithoutGil>;
+
+std::vector<NamedTensor> named(NamedTensors tensors) {
+  std::vector<NamedTensor> out;
+  out.reserve(tensors.size());
+  for (auto& [name, tensor] : tensors) out.push_back({std::move(name), std::move(tensor)});
+  return out;
+}
+
+EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units,
+                      const Config& config) {
+  ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}};
+  for (auto& [name, names] : units) view.units.push_back({std::move(name), std::move(names)});
+  py::gil_scoped_release release;
+  return EnginePtr(new Engine(view, config));
+}
+
+Loss::Kind to_kind(const std::string& kind) {
+  if (kind == "mean") return Loss::Kind::mean;
+  if (kind == "sum") return Loss::Kind::sum;
+  if (kind == "per_token") return Loss::Kind::per_token;
+  fail("engine", "unknown kind of loss: ", kind, "; use mean, sum or per_token");
+}
+
+// None, a number or a tensor. Numbers go the way of Loss::mean(value, double): the same bits.
+at::Tensor to_count(const at::Tensor& value, const py::handle& count) {
+  if (count.is_none()) return {};
+  if (THPVariable_Check(count.ptr())) return count.cast<at::Tensor>();
+  return Loss::mean(value, count.cast<double>()).count;
+}
+
+// (value, kind, count, [(value, kind, count, weight), ...])
+Loss to_loss(const py::handle& object) {
+  const auto parts = py::cast<py::tuple>(object);
+  Loss loss(parts[0].cast<at::Tensor>());
+  loss.kind = to_kind(parts[1].cast<std::string>());
+  loss.count = to_count(loss.value, parts[2]);
+  for (const py::handle entry : parts[3]) {
+    const auto term = py::cast<py::tuple>(entry);
+    const auto value = term[0].cast<at::Tensor>();
+    loss.terms.push_back({value, to_kind(term[1].cast<std::string>()), to_count(value, term[2]),
+                          term[3].cast<double>()});
+  }
+  return loss;
+}
+
+// The callback lives in the caller's frame, so that the engine never destroys a Python object.
+StepResult step_window(Engine& engine, std::size_t count, const py::function& callback,
+                       const std::vector<double>& counts) {
+  const auto loss = [&callback](std::size_t micro_batch) {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C between micro-batches
+    return to_loss(callback(micro_batch));
+  };
+  py::gil_scoped_release release;
+  return engine.step(count, loss, counts);
+}
+
+// Python's `with` around ForwardScope.
+class ForwardGuard {
+ public:
+  explicit ForwardGuard(Engine& engine) : engine_(engine) {}
+  void enter() { scope_.emplace(engine_.forward_scope()); }
+  void exit() { scope_.reset(); }
+
+ private:
+  Engine& engine_;
+  std::optional<Engine::ForwardScope> scope_;
+};
+
+template <class Values>
+py::dict by_account(const Values& values) {
+  py::dict out;
+  for (int i = 0; i < memory::kAccounts; ++i) {
+    out[memory::name_of(static_cast<memory::Account>(i))] = values[i];
+  }
+  return out;
+}
+
+py::dict memory_of(const Engine& engine) {
+  const memory::Snapshot now = engine.ledger().snapshot();
+  py::dict out;
+  out["current_bytes"] = now.current_bytes;
+  out["peak_bytes"] = now.peak_bytes;
+  out["budget_bytes"] = engine.ledger().budget();
+  out["current"] = by_account(now.current);
+  out["at_peak"] = by_account(now.at_peak);
+  out["own_peak"] = by_account(now.own_peak);
+  return out;
+}
+
+void bind_result(py::module_& module) {
+  py::class_<StepResult>(module, "StepResult", "What one update did.")
+      .def_property_readonly(
+          "status",
+          [](const StepResult& result) {
+            return py::module_::import("poise.status").attr("Status")(name_of(result.status));
+          })
+      .def_property_readonly(
+          "applied", [](const StepResult& result) { return result.status == Status::applied; })
+      .def_readonly("loss", &StepResult::loss)
+      .def_readonly("grad_norm", &StepResult::grad_norm)
+      .def_readonly("clipped_norm", &StepResult::clipped_norm)
+      .def_readonly("lr", &StepResult::lr)
+      .def_readonly("loss_scale", &StepResult::loss_scale)
+      .def_readonly("tokens", &StepResult::tokens)
+      .def_readonly("micro_batches", &StepResult::micro_batches)
+      .def_readonly("updates", &StepResult::updates)
+      .def_readonly("skipped", &StepResult::skipped)
+      .def_readonly("forward_seconds", &StepResult::forward_seconds)
+      .def_readonly("backward_seconds", &StepResult::backward_seconds)
+      .def_readonly("update_seconds", &StepResult::update_seconds)
+      .def_readonly("total_seconds", &StepResult::total_seconds)
+      .def_readonly("peak_bytes", &StepResult::peak_bytes)
+      .def_property_readonly("accounts",
+                             [](const StepResult& result) { return by_account(result.accounts); })
+      .def_readonly("first_bad_parameter", &StepResult::first_bad_parameter)
+      .def("__repr__", [](const StepResult& result) {
+        return join("StepResult(status=", name_of(result.status), ", loss=", result.loss,
+                    ", grad_norm=", result.grad_norm, ", lr=", result.lr,
+                    ", tokens=", result.tokens, ", updates=", result.updates, ")");
+      });
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  bind_result(module);
+
+  py::class_<ForwardGuard>(module, "ForwardScope", "A `with` block that a forward runs in.")
+      .def("__enter__", &ForwardGuard::enter)
+      .def("__exit__", [](ForwardGuard& guard, const py::args&) { guard.exit(); });
+
+  py::class_<Engine, EnginePtr>(module, "Engine", "The C++ engine; use poise.Engine.")
+      .def(py::init(&make_engine), py::arg("parameters"), py::arg("buffers"), py::arg("units"),
+           py::arg("config"))
+      .def("step_window", &step_window, py::arg("count"), py::arg("loss"),
+           py::arg("counts") = std::vector<double>{})
+      .def(
+          "forward_scope", [](Engine& engine) { return std::make_unique<ForwardGuard>(engine); },
+          py::keep_alive<0, 1>())
+      .def("begin_window", &Engine::begin_window, py::arg("counts"), NoGil())
+      .def(
+          "backward",
+          [](Engine& engine, const py::tuple& parts) {
+            const Loss loss = to_loss(parts);
+            py::gil_scoped_release release;
+            engine.backward(loss);
+          },
+          py::arg("loss"))
+      .def("is_boundary", &Engine::is_boundary)
+      .def(
+          "step",
+          [](Engine& engine, bool last) { return engine.step(last ? Last::yes : Last::no); },
+          py::arg("last") = false, NoGil())
+      .def("discard_window", &Engine::discard_window, NoGil())
+      .def("begin_update", &Engine::begin_update, NoGil())
+      .def("gradient", &Engine::gradient, py::arg("name"), NoGil())
+      .def("refresh", &Engine::refresh, py::arg("name"), NoGil())
+      .def("master", &Engine::master, py::arg("name"), NoGil())
+      .def("memory", &memory_of)
+      .def_property_readonly("config", [](const Engine& engine) { return engine.config(); })
+      .def_property_readonly("units", [](const Engine& engine) { return engine.table().units(); })
+      .def_property_readonly("learning_rate", &Engine::learning_rate)
+      .def_property_readonly("loss_scale", &Engine::loss_scale)
+      .def_property_readonly("updates", &Engine::updates)
+      .def_property_readonly("skipped_updates", &Engine::skipped_updates)
+      .def_property_readonly("micro_batches", &Engine::micro_batches);
+}
+
+}  // namespace poise::python

@@ -1,0 +1,444 @@
+"""poise.Engine from Python: what it takes, what it refuses, and what it leaves behind."""
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+
+import poise
+import pytest
+import torch
+from plain_loop import Recipe, settings
+from poise import model_view
+from poise.loss import loss_parts
+from poise.status import Status
+from tiny_models import TinyForCausalLM, batch, counted, same_bits, split, tiny
+from torch import nn
+
+WINDOW = split(batch(8, 12, seed=1), 2)
+
+
+def engine_of(model, recipe=None, **sections):
+    return poise.Engine(model, settings(recipe or Recipe(), **sections))
+
+
+def step(engine, window=WINDOW):
+    return engine.step(window, lambda piece: (engine.model(**piece), counted(piece)))
+
+
+# What comes back.
+
+
+def test_result_has_every_field():
+    result = step(engine_of(tiny()))
+    assert result.status is Status.APPLIED and result.status == "applied" and result.applied
+    assert result.micro_batches == 4 and result.updates == 1 and result.skipped == 0
+    assert result.tokens == 8 * 11
+    assert result.lr == 1e-2 and result.loss_scale == 1
+    assert 0 < result.clipped_norm <= result.grad_norm
+    assert result.clipped_norm == pytest.approx(min(0.5, result.grad_norm), rel=1e-5)
+    seconds = result.forward_seconds, result.backward_seconds, result.update_seconds
+    assert min(seconds) > 0 and sum(seconds) <= result.total_seconds * 1.001
+    assert sum(result.accounts.values()) == result.peak_bytes > 0
+    assert "status=applied" in repr(result)
+
+
+def test_memory_is_told_by_account():
+    model = tiny()
+    engine = engine_of(model)
+    step(engine)
+    memory = engine.memory()
+    numel = sum(
+        -(-p.numel() // 256) * 256 for p in model.parameters()
+    )  # each starts at a multiple of 256
+    assert memory["current"]["parameters"] == 4 * numel
+    assert memory["current"]["optimizer"] == 8 * numel
+    assert memory["own_peak"]["activations"] > 0
+    assert sum(memory["at_peak"].values()) == memory["peak_bytes"]
+
+
+def test_parameters_keep_identity_and_grad_stays_empty():
+    model = tiny()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    step(engine_of(model))
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradient_is_the_mean_and_may_be_written():
+    whole = batch(8, 12, seed=1)
+    model, reference = tiny(), tiny().double()
+    expected = torch.autograd.grad(reference(**whole), reference.head.weight)[0]
+    engine = engine_of(model, Recipe(max_grad_norm=0))
+    for piece in WINDOW:
+        engine.backward(engine(**piece), tokens=counted(piece))
+    engine.begin_update()
+    torch.testing.assert_close(
+        engine.gradient("head.weight").double(), expected, rtol=1e-5, atol=1e-8
+    )
+    assert torch.equal(engine.gradient(model.head.weight), engine.gradient("head.weight"))
+    for name, _ in model.named_parameters():
+        engine.gradient(name).zero_()
+    assert engine.step().grad_norm == 0
+
+
+def test_edits_of_parameters_are_kept():
+    model = tiny()
+    engine = poise.Engine(model, settings(Recipe(parameters=torch.bfloat16, lr=0.0)))
+    with torch.no_grad():
+        model.head.bias.fill_(0.5)
+    model.embedding.weight.data.fill_(0.25)
+    engine.refresh(model.embedding.weight)
+    step(engine)
+    assert (engine.master("head.bias") == 0.5).all()
+    assert (engine.master("embedding.weight") == 0.25).all()
+
+
+# Units.
+
+
+def test_units_are_the_repeated_blocks():
+    assert engine_of(tiny()).units[:2] == ["blocks.0", "blocks.1"]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert [name for name, _ in model_view.find_units(model)] == ["0", "1", "2"]
+
+
+def test_units_by_class_and_name():
+    model = tiny()
+    for choice in (["Block"], [type(model.blocks[0])], ["blocks.*"]):
+        assert [name for name, _ in model_view.find_units(model, choice)] == [
+            "blocks.0",
+            "blocks.1",
+        ]
+    with pytest.raises(
+        poise.Error, match="no module of the model is a unit Blok; its classes are Block"
+    ):
+        model_view.find_units(model, ["Blok"])
+
+
+def test_tied_parameter_lives_in_the_first_unit():
+    model = tiny()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    units = dict(model_view.unit_parameters(model, model_view.find_units(model)))
+    assert "blocks.0.up.weight" in units["blocks.0"]
+    assert "blocks.1.up.weight" not in units["blocks.1"]
+    step(engine_of(model))
+
+
+# The three-call form and the window.
+
+
+def test_boundary_and_early_step():
+    engine = engine_of(tiny())
+    for i, piece in enumerate(WINDOW):
+        assert engine.micro_batches == i
+        with pytest.raises(poise.Error):
+            engine.step()
+        engine.backward(engine(**piece), tokens=counted(piece))
+    assert engine.is_boundary()
+    engine.step()
+    assert engine.micro_batches == 0 and engine.updates == 1
+
+
+def test_discarded_window_leaves_nothing():
+    model, fresh = tiny(), tiny()
+    engine = engine_of(model)
+    engine.backward(engine(**WINDOW[0]) * 100, tokens=3)
+    engine.discard_window()
+    step(engine)
+    step(engine_of(fresh))
+    assert same_bits(model, fresh)
+
+
+def test_without_a_loss_function_the_model_returns_the_loss():
+    assert engine_of(tiny()).step(WINDOW).applied
+
+
+# Bad input, in words.
+
+
+def test_what_is_no_loss_is_refused():
+    engine = engine_of(tiny())
+    for result, words in [
+        (3.0, "returned 3.0"),
+        (None, "returned None"),
+        ({"logits": torch.ones(2)}, "without 'loss' but logits"),
+        ((torch.ones(()), torch.ones(3)), "a tuple must be"),
+        (torch.ones(3, requires_grad=True), r"shape \(3,\)"),
+        (poise.Loss(torch.ones((), requires_grad=True), count=[3]), "count"),
+        (poise.Loss(torch.ones((), requires_grad=True), kind="median"), "median"),
+    ]:
+        with pytest.raises(poise.Error, match=words):
+            engine.step([None], lambda _, result=result: result)
+    assert step(engine).applied
+
+
+def test_model_output_and_attribute_forms():
+    class Output(dict):
+        def __getattr__(self, name):
+            return self[name]
+
+    loss = torch.ones((), requires_grad=True)
+    assert loss_parts(Output(loss=loss, logits=None))[0] is loss
+    assert loss_parts(loss, tokens=3)[2] == 3
+    assert loss_parts((loss, 5), tokens=3)[2] == 5
+
+
+def test_loss_without_grad():
+    engine = engine_of(tiny())
+    with pytest.raises(poise.Error, match="grad"):
+        engine.step(WINDOW, lambda piece: (engine.model(**piece).detach(), 3))
+    with torch.no_grad(), pytest.raises(poise.Error, match="grad"):
+        engine.backward(engine(**WINDOW[0]), tokens=3)
+
+
+@pytest.mark.parametrize("window", [[], iter([])])
+def test_window_without_micro_batches(window):
+    with pytest.raises(poise.Error, match="micro-batch"):
+        engine_of(tiny()).step(window, lambda piece: piece)
+
+
+def test_batch_given_as_window():
+    with pytest.raises(poise.Error, match="list of micro-batches"):
+        engine_of(tiny()).step(WINDOW[0], lambda piece: piece)
+
+
+def test_models_that_cannot_be_trained():
+    with pytest.raises(poise.Error, match="trainable"):
+        poise.Engine(tiny().requires_grad_(False))
+    with pytest.raises(poise.Error, match="Module"):
+        poise.Engine(lambda x: x)
+    overlapping = nn.Linear(4, 4, bias=False)
+    overlapping.part = nn.Parameter(overlapping.weight.detach()[1:3])
+    with pytest.raises(poise.Error, match="overlap"):
+        poise.Engine(overlapping)
+
+
+def test_settings_in_every_form(tmp_path):
+    text = json.dumps(settings(Recipe()))
+    path = tmp_path / "run.json"
+    path.write_text("// a comment\n" + text)
+    configs = [
+        poise.Engine(tiny(), form).config for form in (settings(Recipe()), text, path, str(path))
+    ]
+    assert all(config == configs[0] for config in configs)
+    assert poise.Engine(tiny(), configs[0]).config == configs[0]
+    with pytest.raises(poise.Error, match="optimizer.lr"):
+        poise.Engine(tiny(), {"optimizer": {"learning_rat": 1}})
+
+
+def test_unknown_parameter_names_the_nearest():
+    engine = engine_of(tiny())
+    with pytest.raises(poise.Error, match=r"head\.weight"):
+        engine.master("head.wieght")
+    with pytest.raises(poise.Error, match="no parameter of the model"):
+        engine.refresh(torch.ones(2))
+
+
+def test_sparse_gradients_are_summed_as_dense_ones():
+    class Bag(nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(20, 4, sparse=sparse)
+
+        def forward(self, ids):
+            return self.table(ids).square().mean()
+
+    sparse, dense = Bag(True), Bag(False)
+    for model in (sparse, dense):
+        poise.Engine(model, settings(Recipe())).step(
+            [torch.arange(6), torch.arange(3, 9)], lambda ids, model=model: (model(ids), 6)
+        )
+    assert torch.equal(sparse.table.weight, dense.table.weight)
+
+
+# Non-finite values.
+
+
+def test_nonfinite_loss_changes_nothing():
+    model = tiny()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = engine_of(model)
+    result = engine.step(WINDOW, lambda piece: (model(**piece) * float("nan"), counted(piece)))
+    assert result.status == "nonfinite_loss" and result.skipped == 1 and engine.updates == 0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_nonfinite_gradient_names_the_parameter():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.good = nn.Parameter(torch.ones(3))
+            self.bad = nn.Parameter(torch.zeros(3))
+
+        def forward(self):
+            return self.good.sum() + self.bad.sqrt().sum()  # the slope of a root at 0 is infinite
+
+    result = engine_of(Root()).step([()], None)
+    assert result.status == "nonfinite_gradient" and result.first_bad_parameter == "bad"
+    with pytest.raises(poise.Error, match="bad"):
+        engine_of(Root(), engine={"on_nonfinite": "stop"}).step([()], None)
+
+
+def test_window_that_counts_nothing_is_empty():
+    engine = engine_of(tiny())
+    masked = [{**piece, "labels": torch.full_like(piece["labels"], -100)} for piece in WINDOW]
+    result = step(engine, masked)
+    assert result.status == "empty" and engine.updates == 0
+    assert step(engine).applied
+
+
+# Errors of the user's code, signals, threads.
+
+
+class Refusal(Exception):
+    pass
+
+
+def test_exception_keeps_its_type_and_the_engine_its_state():
+    model, fresh = tiny(), tiny()
+    engine = engine_of(model)
+
+    def loss(piece):
+        if piece is WINDOW[2]:
+            raise Refusal("no more")
+        return model(**piece), counted(piece)
+
+    with pytest.raises(Refusal, match="no more"):
+        engine.step(WINDOW, loss)
+    assert engine.micro_batches == 0
+    step(engine)
+    step(engine_of(fresh))
+    assert same_bits(model, fresh)
+
+
+def test_exception_in_backward_keeps_its_type():
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise Refusal("in backward")
+
+    model, fresh = tiny(), tiny()
+    engine = engine_of(model)
+    with pytest.raises(Refusal, match="in backward"):
+        engine.step(WINDOW, lambda piece: (Failing.apply(model(**piece)), counted(piece)))
+    step(engine)
+    step(engine_of(fresh))
+    assert same_bits(model, fresh)
+
+
+def test_interrupt_during_a_step_discards_the_window():
+    model, fresh = tiny(), tiny()
+    engine = engine_of(model)
+    done = []
+
+    def loss(piece):
+        done.append(piece)
+        if len(done) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return model(**piece), counted(piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(WINDOW, loss)
+    assert len(done) == 2 and engine.micro_batches == 0
+    step(engine)
+    step(engine_of(fresh))
+    assert same_bits(model, fresh)
+
+
+def test_other_threads_run_during_a_long_step():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8_000_000))
+
+        def forward(self):
+            return self.weight[:1].sum()
+
+    engine = engine_of(Large())
+    engine.step([()])
+    ticks, running = [], threading.Event()
+
+    def tick():
+        while not running.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    update = engine.step([()]).update_seconds  # one C++ call, no Python inside
+    end = time.perf_counter()
+    running.set()
+    thread.join()
+    during = [t for t in ticks if end - update < t < end]
+    assert begin < end and len(during) >= 3, (update, len(during))
+
+
+def test_fifty_engines_leave_nothing():
+    def use():
+        model = tiny(dropout=0.1)
+        engine = engine_of(model, checkpointing={"policy": "every_n"})
+        step(engine)
+        held = engine.memory()["current_bytes"]
+        del engine
+        gc.collect()
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        wrapped = sum("forward" in vars(m) for m in model.modules())
+        return held, hooks, wrapped
+
+    def census():
+        gc.collect()
+        tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        return tensors, threading.active_count(), len(os.listdir("/proc/self/task"))
+
+    first = use()
+    before = census()
+    assert all(use() == first for _ in range(50))
+    assert first[1:] == (0, 0)
+    assert census() == before
+
+
+def test_model_outlives_its_engine():
+    model = tiny()
+    step(engine_of(model))
+    gc.collect()
+    model(**WINDOW[0]).backward()
+    assert model.head.weight.grad is not None
+
+
+# torch.compile.
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_model_trains_and_stays_compiled(backend):
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch._dynamo.reset()
+    plain = tiny()
+    step(engine_of(plain))
+    model = tiny()
+    compiled = torch.compile(model, backend=counting)
+    engine = engine_of(compiled)
+    assert step(engine).applied
+    assert graphs, "the model ran without its compiled graph"
+    assert engine.units[0] == "blocks.0"
+    assert torch.equal(engine.master("head.weight"), model.head.weight)
+    assert same_bits(plain, model)
+
+
+def test_checkpointing_of_a_compiled_model_is_refused():
+    compiled = torch.compile(TinyForCausalLM(), backend="eager")
+    with pytest.raises(poise.Error, match="compile the blocks"):
+        engine_of(compiled, checkpointing={"policy": "every_n"})
