@@ -3,6 +3,7 @@ The C++ core of poise. Use the package poise; this module follows it without not
 """
 
 from __future__ import annotations
+import collections.abc
 
 class Bug(RuntimeError): ...
 class Error(RuntimeError): ...
@@ -11,12 +12,33 @@ import torch
 import typing
 
 __all__: list[str] = [
+    "AccountBlock",
     "Bug",
+    "ByteCorpus",
+    "Config",
+    "Engine",
     "Error",
+    "EverythingRecomputed",
+    "ForwardScope",
+    "Ledger",
     "OptimizerFlats",
+    "Permutation",
+    "Sampler",
+    "Snapshot",
+    "StepResult",
+    "WindowLoader",
+    "chunked_cross_entropy",
+    "cli_run",
     "cpu_isa",
+    "cuda_snapshot",
+    "format_bytes",
     "log_write",
     "optimizer_stage",
+    "parse_bytes",
+    "recompute",
+    "recomputed_units",
+    "recomputing",
+    "reset_cuda_peak",
     "set_log_level",
     "stream_pass",
 ]
@@ -31,9 +53,304 @@ class OptimizerFlats:
         low: torch.Tensor | None = None,
     ) -> None: ...
 
+class Permutation:
+    """
+    Pseudo-random permutation of range(n), any position read alone.
+    """
+    def __call__(self, position: typing.SupportsInt) -> int: ...
+    def __init__(
+        self, n: typing.SupportsInt, seed: typing.SupportsInt, epoch: typing.SupportsInt = 0
+    ) -> None: ...
+    def __len__(self) -> int: ...
+
+class Sampler:
+    """
+    Sample indices of a rank for the window at a global sample index.
+    """
+    def __init__(
+        self,
+        n: typing.SupportsInt,
+        *,
+        seed: typing.SupportsInt = 42,
+        shuffle: bool = True,
+        run_on: bool = False,
+        ranks: typing.SupportsInt = 1,
+        rank: typing.SupportsInt = 0,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def advance(self, cursor: typing.SupportsInt, count: typing.SupportsInt) -> int: ...
+    def indices(self, cursor: typing.SupportsInt, count: typing.SupportsInt) -> list[int]: ...
+
+class ByteCorpus:
+    """
+    Files read as one row of bytes or tokens, mapped.
+    """
+    def __init__(
+        self,
+        paths: collections.abc.Sequence[str],
+        sequence_length: typing.SupportsInt,
+        suffix: str = "",
+        element: str = "byte",
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def batch(
+        self, indices: collections.abc.Sequence[typing.SupportsInt]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def sample(self, index: typing.SupportsInt) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def split(self, fraction: typing.SupportsFloat) -> tuple[ByteCorpus, ByteCorpus]: ...
+    @property
+    def elements(self) -> int: ...
+    @property
+    def files(self) -> int: ...
+    @property
+    def sequence_length(self) -> int: ...
+
+class WindowLoader:
+    """
+    Windows of a corpus, read ahead on a C++ thread.
+    """
+    def __init__(
+        self,
+        corpus: ByteCorpus,
+        micro_batch_size: typing.SupportsInt,
+        accumulation: typing.SupportsInt = 1,
+        *,
+        seed: typing.SupportsInt = 42,
+        shuffle: bool = True,
+        run_on: bool = False,
+        epochs: typing.SupportsInt = 0,
+        prefetch: typing.SupportsInt = 2,
+        ranks: typing.SupportsInt = 1,
+        rank: typing.SupportsInt = 0,
+    ) -> None: ...
+    def __iter__(self) -> typing.Any: ...
+    def __next__(self) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
+    def seek(self, cursor: typing.SupportsInt) -> None: ...
+    @property
+    def cursor(self) -> int: ...
+    @property
+    def window_samples(self) -> int: ...
+
+class Snapshot:
+    """
+    Bytes held now and at the peak, in total and by account.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """
+        By account at the total peak; sums to peak_bytes.
+        """
+    @property
+    def current(self) -> dict[str, int]:
+        """
+        By account, now.
+        """
+    @property
+    def current_bytes(self) -> int:
+        """
+        Bytes held now.
+        """
+    @property
+    def own_peak(self) -> dict[str, int]:
+        """
+        Each account's own highest.
+        """
+    @property
+    def peak_bytes(self) -> int:
+        """
+        Highest total since reset_peak().
+        """
+
+class AccountBlock:
+    """
+    A with-block whose allocations go to one account of a ledger.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, *args) -> None: ...
+
+class Ledger:
+    """
+    Counts the CPU tensors that this thread makes inside `with ledger:`.
+
+    budget: bytes, or a text such as "64MiB"; None means no limit. Above it
+    an allocation raises torch.OutOfMemoryError and the process goes on.
+    """
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, *args) -> None: ...
+    def __init__(self, budget: typing.SupportsInt | str | None = None) -> None: ...
+    def account(self, name: str) -> AccountBlock:
+        """
+        A with-block whose allocations go to this account.
+        """
+    def make_default(self) -> None:
+        """
+        Threads outside any with-block count here too, under "other".
+        """
+    def reset_peak(self) -> None:
+        """
+        Peaks start anew from what is held.
+        """
+    def snapshot(self) -> Snapshot:
+        """
+        The figures of this moment.
+        """
+    @property
+    def budget(self) -> int:
+        """
+        Bytes, 0 for no limit; a text such as "64MiB" may be assigned.
+        """
+    @budget.setter
+    def budget(self, arg1: typing.SupportsInt | str | None) -> None: ...
+
+class _Packed:
+    pass
+
+class EverythingRecomputed(BaseException):
+    pass
+
+class Config:
+    """
+    The settings of a run, checked once and read-only.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    @staticmethod
+    def from_json(text: str, overrides: collections.abc.Sequence[str] = []) -> Config:
+        """
+        Reads JSON; comments are allowed. Overrides are "key=value" each, applied after it. Raises poise.Error on what it does not know.
+        """
+    @staticmethod
+    def from_json_file(path: str, overrides: collections.abc.Sequence[str] = []) -> Config: ...
+    def __eq__(self, arg0: Config) -> bool: ...
+    def __repr__(self) -> str: ...
+    def to_json(self) -> str:
+        """
+        Every key with its value.
+        """
+
+class StepResult:
+    """
+    What one update did.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def accounts(self) -> dict: ...
+    @property
+    def applied(self) -> bool: ...
+    @property
+    def backward_seconds(self) -> float: ...
+    @property
+    def clipped_norm(self) -> float: ...
+    @property
+    def first_bad_parameter(self) -> str: ...
+    @property
+    def forward_seconds(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def skipped(self) -> int: ...
+    @property
+    def status(self) -> typing.Any: ...
+    @property
+    def tokens(self) -> float: ...
+    @property
+    def total_seconds(self) -> float: ...
+    @property
+    def update_seconds(self) -> float: ...
+    @property
+    def updates(self) -> int: ...
+
+class ForwardScope:
+    """
+    A `with` block that a forward runs in.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args) -> None: ...
+
+class Engine:
+    """
+    The C++ engine; use poise.Engine.
+    """
+    def __init__(
+        self,
+        parameters: collections.abc.Sequence[tuple[str, torch.Tensor]],
+        buffers: collections.abc.Sequence[tuple[str, torch.Tensor]],
+        units: collections.abc.Sequence[tuple[str, collections.abc.Sequence[str]]],
+        config: Config,
+    ) -> None: ...
+    def backward(self, loss: tuple) -> None: ...
+    def begin_update(self) -> None: ...
+    def begin_window(self, counts: collections.abc.Sequence[typing.SupportsFloat]) -> None: ...
+    def discard_window(self) -> None: ...
+    def forward_scope(self) -> ForwardScope: ...
+    def gradient(self, name: str) -> torch.Tensor: ...
+    def is_boundary(self) -> bool: ...
+    def master(self, name: str) -> torch.Tensor: ...
+    def memory(self) -> dict: ...
+    def refresh(self, name: str) -> None: ...
+    def step(self, last: bool = False) -> StepResult: ...
+    def step_window(
+        self,
+        count: typing.SupportsInt,
+        loss: collections.abc.Callable,
+        counts: collections.abc.Sequence[typing.SupportsFloat] = [],
+    ) -> StepResult: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def loss_scale(self) -> float: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def skipped_updates(self) -> int: ...
+    @property
+    def units(self) -> list[str]: ...
+    @property
+    def updates(self) -> int: ...
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    chunk_tokens: typing.SupportsInt,
+    ignore_index: typing.SupportsInt,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    (sum of losses, counted rows) of two-dimensional hidden; see poise.chunked_cross_entropy.
+    """
+
+def cli_run(arguments: collections.abc.Sequence[str]) -> int:
+    """
+    Runs `poise <arguments>` (the first is the program's name) and returns the exit code.
+    """
+
 def cpu_isa() -> str:
     """
     Instruction set of the CPU kernels (POISE_CPU_ISA forces one).
+    """
+
+def cuda_snapshot(device: typing.SupportsInt = 0) -> Snapshot:
+    """
+    A GPU's figures from torch's caching allocator, all under "other".
+    """
+
+def format_bytes(bytes: typing.SupportsInt) -> str:
+    """
+    A number of bytes for people: "1.50 GiB".
     """
 
 def log_write(level: typing.SupportsInt, line: str) -> None:
@@ -55,6 +372,41 @@ def optimizer_stage(
 ) -> float:
     """
     Norm, finite check, clip and AdamW over the segments [begin, end) in the rows of `ranges` (int64, n x 2); returns the norm.
+    """
+
+def parse_bytes(text: str) -> int:
+    """
+    "20GiB", "1.5GB" or "1048576" as a number of bytes.
+    """
+
+def recompute(
+    first: collections.abc.Callable,
+    again: collections.abc.Callable,
+    inputs: collections.abc.Sequence[torch.Tensor],
+    buffers: collections.abc.Sequence[torch.Tensor],
+) -> typing.Any:
+    """
+    Calls first() now and again(inputs) in backward; poise.checkpointing.recompute is the door.
+    """
+
+def recomputed_units(
+    policy: str,
+    n: typing.SupportsInt,
+    patterns: collections.abc.Sequence[str],
+    units: collections.abc.Sequence[str],
+) -> list[bool]:
+    """
+    One flag for each unit: whether the policy recomputes it.
+    """
+
+def recomputing() -> bool:
+    """
+    Whether this thread is inside the second run of a region.
+    """
+
+def reset_cuda_peak(device: typing.SupportsInt = 0) -> None:
+    """
+    The GPU's peak starts anew.
     """
 
 def set_log_level(level: str) -> None:
