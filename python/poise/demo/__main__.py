@@ -13,7 +13,7 @@ from pathlib import Path
 from poise.demo import DemoError, corpus, launch, machine, plots, progress, report, table
 from poise.demo.findings import Findings, findings
 from poise.demo.outcome import MIB, Outcome, budget_from, summary
-from poise.demo.rows import FULL, QUICK, Row, Size, all_rows
+from poise.demo.rows import FULL, QUICK, Row, Size, all_rows, quick_rows
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     out = chosen.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    size, rows = QUICK if chosen.quick else FULL, all_rows()
+    size, rows = (QUICK, quick_rows()) if chosen.quick else (FULL, all_rows())
     text = out / "corpus.txt"
     try:
         count = corpus.write_corpus(text)

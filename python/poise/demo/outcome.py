@@ -56,8 +56,8 @@ def outcome_of(row: Row, size: Size, budget: int, metrics: Path) -> Outcome:
             _add_update(outcome, line)
         _raise_peak(outcome, line.get("accounts") or {})
         outcome.val_loss = line.get("eval_loss", outcome.val_loss)
-        outcome.prompt = line.get("prompt", outcome.prompt)
-        outcome.sample = line.get("sample", outcome.sample)
+        outcome.prompt = printable(line["prompt"]) if "prompt" in line else outcome.prompt
+        outcome.sample = printable(line["sample"]) if "sample" in line else outcome.sample
         outcome.error = line.get("error", outcome.error)
     return outcome
 
@@ -69,6 +69,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal: a model may write any byte."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def _add_update(outcome: Outcome, line: dict[str, Any]) -> None:
