@@ -36,9 +36,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
-        cast = {
-            k: v if k == "labels" else cast_inputs(v, dtype) for k, v in batch.items()
-        }
+        cast = {k: v if k == "labels" else cast_inputs(v, dtype) for k, v in batch.items()}
         return type(batch)(cast)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(cast_inputs(item, dtype) for item in batch))

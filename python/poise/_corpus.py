@@ -41,18 +41,14 @@ class ByteCorpus(Dataset):
         if index < 0:
             index += len(self)
         if not 0 <= index < len(self):
-            raise IndexError(
-                f"sample {index} of {len(self)}"
-            )  # ends `for item in corpus`
+            raise IndexError(f"sample {index} of {len(self)}")  # ends `for item in corpus`
         return self.core.sample(index)
 
     def split(self, fraction: float) -> tuple[ByteCorpus, ByteCorpus]:
         """(train, validation): the last `fraction` of the elements is validation."""
         return self._part(fraction, 0), self._part(fraction, 1)
 
-    def windows(
-        self, micro_batch_size: int, accumulation: int = 1, **options: Any
-    ) -> Any:
+    def windows(self, micro_batch_size: int, accumulation: int = 1, **options: Any) -> Any:
         """The C++ loader of this corpus: windows of (inputs, targets), the same as a C++ program reads."""
         return _C.WindowLoader(self.core, micro_batch_size, accumulation, **options)
 
@@ -65,9 +61,7 @@ class ByteCorpus(Dataset):
         return (_open_corpus, (*self._recipe, self._parts))
 
 
-def _open_corpus(
-    paths: list, length: int, suffix: str, element: str, parts: tuple
-) -> ByteCorpus:
+def _open_corpus(paths: list, length: int, suffix: str, element: str, parts: tuple) -> ByteCorpus:
     return ByteCorpus(paths, length, suffix=suffix, element=element, _parts=parts)
 
 

@@ -70,9 +70,7 @@ class MapFeed:
     ) -> None:
         self.size = len(loader.dataset)
         self.num_workers = loader.num_workers
-        self._shuffle = (
-            type(loader.sampler) is RandomSampler if shuffle is None else shuffle
-        )
+        self._shuffle = type(loader.sampler) is RandomSampler if shuffle is None else shuffle
         self._seed, self._loader = seed, loader
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self._order = _C.Sampler(
@@ -90,9 +88,7 @@ class MapFeed:
 
     def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
         loader = _again(self._loader, batch_sampler=_Batches(self, epoch, offset))
-        loader.generator.manual_seed(
-            self._seed + epoch
-        )  # of the workers' own random streams
+        loader.generator.manual_seed(self._seed + epoch)  # of the workers' own random streams
         batches = iter(loader)
         for length, after in self.plan(epoch, offset):
             yield list(itertools.islice(batches, len(length))), after
@@ -148,9 +144,7 @@ class LoaderFeed:
 
     def _from(self, offset: int) -> Iterator[Any]:
         source = self._source
-        if isinstance(source, DataLoader) and not isinstance(
-            source.dataset, IterableDataset
-        ):
+        if isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset):
             # Indices are skipped, samples are not read.
             if source.batch_sampler is None:
                 return iter(
@@ -160,9 +154,7 @@ class LoaderFeed:
                         batch_size=None,
                     )
                 )
-            return iter(
-                _again(source, batch_sampler=_Skipping(source.batch_sampler, offset))
-            )
+            return iter(_again(source, batch_sampler=_Skipping(source.batch_sampler, offset)))
         if offset == 0:
             return iter(source)
         if not self._said:

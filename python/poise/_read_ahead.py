@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _POLL_SECONDS = 0.2  # how soon a full queue notices that nobody wants more
-_JOIN_SECONDS = (
-    30  # longest wait for an item that is being read when it is told to stop
-)
+_JOIN_SECONDS = 30  # longest wait for an item that is being read when it is told to stop
 
 
 class _Shared:
@@ -40,7 +38,7 @@ class _Shared:
                     self.put((None, StopIteration()))
                     return
                 self.put((item, None))
-        except BaseException as error:  # noqa: BLE001 (raised again by the consumer)
+        except BaseException as error:
             self.put((None, error))
 
 

@@ -50,7 +50,7 @@ def _recompute(
 
     def again(tensors: list[torch.Tensor]) -> None:
         values = list(leaves)
-        for i, tensor in zip(places, tensors):
+        for i, tensor in zip(places, tensors, strict=False):
             values[i] = tensor
         again_args, again_kwargs = tree_unflatten(values, spec)
         fn(*again_args, **again_kwargs)
@@ -121,7 +121,9 @@ def apply(
         raise Error("[checkpointing] policy 'list' without units; name some")
     names = _repeated_blocks(model) if units is None else _named_units(model, units)
     flags = _C.recomputed_units(policy, n, names if policy == "list" else [], names)
-    chosen = {name: model.get_submodule(name) for name, flag in zip(names, flags) if flag}
+    chosen = {
+        name: model.get_submodule(name) for name, flag in zip(names, flags, strict=False) if flag
+    }
     for name, module in chosen.items():
         if isinstance(module.__dict__.get("forward"), _Recomputed):
             raise Error(
@@ -217,7 +219,7 @@ def _unchanged(buffers: list[torch.Tensor]) -> Any:
     try:
         yield
     finally:
-        for buffer, value in zip(buffers, values):
+        for buffer, value in zip(buffers, values, strict=False):
             buffer.data.copy_(value)
 
 

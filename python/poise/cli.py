@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Sequence
 
 # Command -> module whose main(arguments) runs it. Everything else is the C++ command line's.
 _PYTHON_COMMANDS = {"bench": "poise.bench", "demo": "poise.demo"}
-_TRAIN_IMPORTED = "poise.train_imported"  # `train` with {"model": {"import": "module:function"}}
-
-
-def _imports_its_model(arguments: Sequence[str]) -> bool:
-    """Whether this is `train` of a run file whose model is a Python function."""
-    if not arguments or arguments[0] != "train":
-        return False
-    files = [argument for argument in arguments[1:] if argument.endswith(".json")]
-    try:
-        with open(files[0], encoding="utf-8") as file:
-            model = json.load(file).get("model")
-    except (IndexError, OSError, ValueError, AttributeError):
-        return False  # the C++ command line reads it again, and says what is wrong
-    return isinstance(model, dict) and "import" in model
 
 
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _PYTHON_COMMANDS:
         module = importlib.import_module(_PYTHON_COMMANDS[arguments[0]])
         return int(module.main(arguments[1:]) or 0)
-    if _imports_its_model(arguments):
-        module = importlib.import_module(_TRAIN_IMPORTED)
-        return int(module.main(arguments[1:]) or 0)
     from poise import _C
 
-    return int(_C.cli_run(["poise", *arguments]))
+    status = int(_C.cli_run(["poise", *arguments]))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("\nWith the Python package also:\n  bench  measures the figures of the README")
+        print("  demo   trains a small model several ways and writes a report")
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -64,9 +64,7 @@ class ResumableSampler(TorchSampler):
     def seek(self, cursor: int) -> None:
         """The next iteration starts at this global sample index."""
         if cursor < 0:
-            raise Error(
-                f"[data] cursor is {cursor}; a global sample index is 0 or more"
-            )
+            raise Error(f"[data] cursor is {cursor}; a global sample index is 0 or more")
         self.cursor = cursor
 
     def set_epoch(self, epoch: int) -> None:
@@ -128,9 +126,7 @@ class WindowIterator:
         rank: int = 0,
         **loader_options: Any,
     ) -> None:
-        _check_options(
-            data, micro_batch_size, accumulation, epochs, prefetch, loader_options
-        )
+        _check_options(data, micro_batch_size, accumulation, epochs, prefetch, loader_options)
         self._feed = _feed_of(
             data,
             micro_batch_size,
@@ -186,17 +182,13 @@ class WindowIterator:
         started_empty = self._offset == 0
         self.close()
         if started_empty:
-            raise Error(
-                "[data] an epoch without any batch; give data with one sample or more"
-            )
+            raise Error("[data] an epoch without any batch; give data with one sample or more")
         self._epoch, self._offset = self._epoch + 1, 0
 
     def seek(self, cursor: int) -> None:
         """Continues at this global sample index, which must be the start of a window."""
         if self._feed.unit != "samples":
-            raise Error(
-                "[data] data without a length has no sample index; use load_state_dict"
-            )
+            raise Error("[data] data without a length has no sample index; use load_state_dict")
         self._move(*divmod(cursor, self._feed.size))
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,9 +201,7 @@ class WindowIterator:
 
     def _move(self, epoch: int, offset: int) -> None:
         if epoch < 0 or offset < 0:
-            raise Error(
-                f"[data] position is epoch {epoch}, offset {offset}; give 0 or more"
-            )
+            raise Error(f"[data] position is epoch {epoch}, offset {offset}; give 0 or more")
         self.close()
         self._epoch, self._offset = epoch, offset
 
@@ -232,14 +222,12 @@ def _check_options(
 ) -> None:
     least = {"micro_batch_size": 1, "accumulation": 1, "epochs": 0, "prefetch": 0}
     given = (micro_batch_size, accumulation, epochs, prefetch)
-    for (name, lowest), value in zip(least.items(), given):
+    for (name, lowest), value in zip(least.items(), given, strict=False):
         if value is not None and value < lowest:
             raise Error(f"[data] {name} is {value}; give {lowest} or more")
     own_batches = not _is_map_style(data) and not isinstance(data, IterableDataset)
     if own_batches and (micro_batch_size is not None or loader_options):
-        names = ", ".join(
-            [*(["micro_batch_size"] if micro_batch_size else []), *loader_options]
-        )
+        names = ", ".join([*(["micro_batch_size"] if micro_batch_size else []), *loader_options])
         raise Error(
             f"[data] {names} given with data that makes its own batches ({type(data).__name__}); "
             "set it there, or pass the dataset"

@@ -3,13 +3,12 @@
 import copy
 import pickle
 
+import poise
 import pytest
 import torch
+from poise import checkpointing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import poise
-from poise import checkpointing
 
 
 class Block(nn.Module):
@@ -61,7 +60,7 @@ def run(model, x, call=None):
 
 def assert_same_bits(actual, expected):
     assert len(actual) == len(expected)
-    for a, b in zip(actual, expected):
+    for a, b in zip(actual, expected, strict=False):
         assert torch.equal(a, b)
 
 
@@ -152,7 +151,7 @@ def test_batch_norm_statistics_move_once(selective):
     expected = run(twin, x)
     checkpointing.apply(model, "selective" if selective else "every_n")
     assert_same_bits(run(model, x), expected)
-    for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers()):
+    for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers(), strict=False):
         assert torch.equal(a, b), name
 
 

@@ -69,9 +69,7 @@ def test_sampler_walks_epochs_and_resumes_anywhere():
     assert epochs[1] == [reference_permutation(23, 7, 1)(i) for i in range(23)]
     for cursor in range(23):
         resumed = ResumableSampler(23, seed=7)
-        resumed.load_state_dict(
-            {"cursor": 23 + cursor, "size": 23, "seed": 7, "shuffle": True}
-        )
+        resumed.load_state_dict({"cursor": 23 + cursor, "size": 23, "seed": 7, "shuffle": True})
         assert list(resumed) == epochs[1][cursor:]
     assert list(ResumableSampler(range(5), shuffle=False)) == [0, 1, 2, 3, 4]
     with pytest.raises(poise.Error, match="size was 23, is 24"):
@@ -98,9 +96,7 @@ def lists(windows):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_windows_hold_every_sample_and_the_last_is_short(prefetch):
-    windows = lists(
-        WindowIterator(Recording(11), 2, 4, seed=3, epochs=2, prefetch=prefetch)
-    )
+    windows = lists(WindowIterator(Recording(11), 2, 4, seed=3, epochs=2, prefetch=prefetch))
     assert [[len(b) for b in w] for w in windows] == [[2, 2, 2, 2], [2, 1]] * 2
     for epoch, part in enumerate([windows[:2], windows[2:]]):
         order = reference_permutation(11, 3, epoch)
@@ -151,16 +147,14 @@ def test_same_data_as_the_cpp_loader(tmp_path):
     cpp = corpus.windows(3, 4, seed=9, epochs=2)
     for ours, theirs in zip(python, cpp, strict=True):
         assert len(ours) == len(theirs)
-        for a, b in zip(ours, theirs):
+        for a, b in zip(ours, theirs, strict=False):
             assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
         assert python.cursor == cpp.cursor
 
 
 def test_ranks_share_each_window():
     whole = lists(WindowIterator(Recording(22), 2, 4, epochs=1))
-    parts = [
-        lists(WindowIterator(Recording(22), 2, 2, ranks=2, rank=r)) for r in (0, 1)
-    ]
+    parts = [lists(WindowIterator(Recording(22), 2, 2, ranks=2, rank=r)) for r in (0, 1)]
     for i, window in enumerate(whole):
         flat = [sample for batch in parts[0][i] + parts[1][i] for sample in batch]
         assert flat == [sample for batch in window for sample in batch]
@@ -178,16 +172,14 @@ def test_workers_while_threads_of_poise_run(context, tmp_path):
     got = list(windows)
     expected += list(cpp)
     assert len(got) == len(expected) == 4
-    for ours, theirs in zip(got, expected):
+    for ours, theirs in zip(got, expected, strict=False):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
 def test_existing_loaders_keep_batch_size_collate_and_drop_last():
     data = TensorDataset(torch.arange(11))
-    loader = DataLoader(
-        data, batch_size=2, collate_fn=lambda rows: len(rows), drop_last=True
-    )
+    loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: len(rows), drop_last=True)
     assert list(WindowIterator(loader, accumulation=3)) == [[2, 2, 2], [2, 2]]
     shuffled = DataLoader(Recording(11), batch_size=2, shuffle=True)
     assert lists(WindowIterator(shuffled, accumulation=2, seed=5)) == lists(
@@ -225,9 +217,7 @@ def test_iterable_data_resumes_by_skipping_and_says_so_once(caplog):
         assert lists([next(resumed)]) == [[[4, 5], [6, 7]]]
         resumed.load_state_dict(first.state_dict())
         assert lists(resumed) == [[[4, 5], [6, 7]], [[8, 9]]]
-    assert (
-        len([r for r in caplog.records if "dropping 2 batches" in r.getMessage()]) == 1
-    )
+    assert len([r for r in caplog.records if "dropping 2 batches" in r.getMessage()]) == 1
     assert [len(w) for w in WindowIterator((b for b in range(5)), accumulation=2)] == [
         2,
         2,
@@ -291,9 +281,7 @@ def test_corpus_is_a_dataset_that_pickles(tmp_path):
     corpus = byte_corpus(tmp_path / "a.bin", 10)
     assert len(corpus) == 39
     inputs, targets = corpus[3]
-    assert (
-        bytes(inputs.tolist()) == text[30:40] and bytes(targets.tolist()) == text[31:41]
-    )
+    assert bytes(inputs.tolist()) == text[30:40] and bytes(targets.tolist()) == text[31:41]
     assert torch.equal(corpus[-1][0], corpus[38][0])
     assert len(list(corpus)) == 39
     train, validation = corpus.split(0.25)
@@ -333,10 +321,6 @@ def test_count_targets_and_cast_inputs():
     batch = {"x": [floats, labels], "mask": labels > 0, "labels": floats, "name": "n"}
     cast = cast_inputs(batch, torch.bfloat16)
     assert cast["x"][0].dtype is torch.bfloat16 and cast["x"][1] is labels
-    assert (
-        cast["mask"].dtype is torch.bool
-        and cast["labels"] is floats
-        and cast["name"] == "n"
-    )
+    assert cast["mask"].dtype is torch.bool and cast["labels"] is floats and cast["name"] == "n"
     with pytest.raises(poise.Error, match="int64"):
         cast_inputs(batch, torch.int64)

@@ -27,9 +27,7 @@ def test_counts_what_the_block_makes():
 
 
 def test_budget_runs_out_and_training_goes_on():
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     data = torch.randn(512, 64)
 
@@ -40,9 +38,7 @@ def test_budget_runs_out_and_training_goes_on():
         optimizer.zero_grad()
 
     with memory.Ledger(budget="256KiB") as ledger:
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"\[memory\] CPU out of memory\. Tried"
-        ):
+        with pytest.raises(torch.OutOfMemoryError, match=r"\[memory\] CPU out of memory\. Tried"):
             update()
         assert ledger.snapshot().peak_bytes <= 256 * 1024
         ledger.budget = "1GiB"

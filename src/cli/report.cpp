@@ -137,9 +137,23 @@ void Report::validation(double loss) {
   metrics_.write({{"step", updates_}, {"eval_loss", plain(loss)}});
 }
 
+namespace {
+
+// Bytes that a model writes must not steer the terminal: all but printable ASCII, tabs and line
+// ends become dots.
+std::string printable(std::string text) {
+  for (char& c : text) {
+    const bool plain_character = (c >= ' ' && c <= '~') || c == '\n' || c == '\t';
+    if (!plain_character) c = '.';
+  }
+  return text;
+}
+
+}  // namespace
+
 void Report::sample(const std::string& prompt, const std::string& text) {
   sample_ = text;
-  line("  after the text\n" + prompt + "\n  it goes on\n" + text);
+  line(join("  after the text\n", printable(prompt), "\n  it goes on\n", printable(text)));
   metrics_.write({{"step", updates_}, {"prompt", prompt}, {"sample", text}});
 }
 
