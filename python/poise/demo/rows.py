@@ -144,7 +144,7 @@ def run_settings(row: Row, size: Size, corpus: Path, folder: Path, budget: int) 
     return {
         "batch": {"micro_batch_size": micro_batch, "accumulation": row.accumulation},
         "precision": precision,
-        "optimizer": {"type": "adamw", "lr": 2e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        "optimizer": {"type": "adamw", "lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         "schedule": {
             "type": "cosine",
             "warmup_updates": max(1, schedule_updates // 8),
