@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .SILENT:
-.PHONY: help setup build test demo bench stubs lint format clean
+.PHONY: help setup build test test-packaging demo bench stubs lint format clean
 
 # The base folder makes ccache's paths relative: another build folder or clone finds the same objects.
 export CCACHE_BASEDIR := $(CURDIR)
@@ -35,6 +35,11 @@ build: setup
 test: build
 	$(environment)
 	PRESET=$(PRESET) JOBS=$(JOBS) tests/run.sh
+
+# FetchContent and pip install, which compile everything again.
+test-packaging: build
+	$(environment)
+	python -m pytest -m rebuild tests/packaging
 
 demo: build
 	$(environment)

@@ -123,6 +123,7 @@ def test_missing_torch_is_named_at_configure(tmp_path):
     assert "no LibTorch found" in output and "POISE_TORCH_ROOT" in output
 
 
+@pytest.mark.rebuild
 def test_source_tree_inside_another_project(bare):
     build = BUILD / "fetch"
     run("cmake", "-S", ROOT / "tests" / "packaging" / "fetch", "-B", build, "-G", "Ninja",
@@ -145,6 +146,7 @@ def wheel_site(tmp_path_factory):
     return site
 
 
+@pytest.mark.rebuild
 def test_pip_install_gives_the_package(wheel_site, tmp_path):
     code = "import poise; print(poise.__version__, poise.__file__)"
     version, path = run(
@@ -155,6 +157,7 @@ def test_pip_install_gives_the_package(wheel_site, tmp_path):
     assert (wheel_site / "poise" / "py.typed").exists()
 
 
+@pytest.mark.rebuild
 def test_pip_install_gives_the_command(wheel_site, tmp_path):
     command = wheel_site / "bin" / "poise"
     assert command.exists()
@@ -162,6 +165,7 @@ def test_pip_install_gives_the_command(wheel_site, tmp_path):
     assert "poise = poise.cli:main" in entry or "poise=poise.cli:main" in entry
 
 
+@pytest.mark.rebuild
 def test_wheel_has_no_path_of_this_machine(wheel_site):
     for library in (wheel_site / "poise").glob("*.so*"):
         paths = run("readelf", "-d", library)
