@@ -1,0 +1,241 @@
+// The face of a group: checks, counts, and the stream that collectives run on.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/backend.h"
+#include "comm/checks.h"
+#include "core/fork.h"
+#include "poise/error.h"
+
+namespace poise::comm {
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::all_gather:
+      return "all_gather";
+    case Kind::reduce_scatter:
+      return "reduce_scatter";
+    case Kind::all_reduce:
+      return "all_reduce";
+    case Kind::all_to_all:
+      return "all_to_all";
+    case Kind::broadcast:
+      return "broadcast";
+    case Kind::barrier:
+      return "barrier";
+  }
+  POISE_CHECK(false, "unknown kind ", static_cast<int>(kind));
+  return "";
+}
+
+std::string describe(const Call& call) {
+  const std::string subject =
+      join("collective ", call.number, ", ", name_of(call.kind), " of '", call.what, "'");
+  if (call.kind == Kind::barrier) return subject;
+  const std::string from = call.kind == Kind::broadcast ? join(" from rank ", call.root) : "";
+  return join(subject, from, " (", call.bytes, " bytes of ", c10::toString(call.dtype), ")");
+}
+
+namespace {
+
+// Bytes this rank sends in theory.
+std::int64_t sent_bytes(const Call& call, int rank, int size) {
+  switch (call.kind) {
+    case Kind::all_gather:
+    case Kind::reduce_scatter:
+    case Kind::all_to_all:
+      return call.bytes / size * (size - 1);
+    case Kind::all_reduce:
+      return 2 * call.bytes * (size - 1) / size;
+    case Kind::broadcast:
+      return size > 1 && rank == call.root ? call.bytes : 0;
+    case Kind::barrier:
+      return 0;
+  }
+  return 0;
+}
+
+// How long a group that is dropped waits for collectives in flight before it ends the group.
+constexpr std::chrono::seconds kGrace{5};
+
+}  // namespace
+
+struct Group::Impl {
+  Impl(std::unique_ptr<Backend> backend, int rank, int size, c10::Device device)
+      : backend(std::move(backend)), rank(rank), size(size), device(device), stream(device) {}
+
+  ~Impl() {
+    if (generation != fork_generation()) {  // the child of a fork has none of its threads
+      static_cast<void>(backend.release());
+    } else if (!settled()) {
+      backend->abort(join("its handle was dropped during ", describe(last_call)));
+    }
+  }
+
+  Call call(Kind kind, std::string what, const at::Tensor& larger) {
+    Call made{kind, std::move(what)};
+    if (larger.defined()) {
+      made.bytes = static_cast<std::int64_t>(larger.nbytes());
+      made.dtype = larger.scalar_type();
+    }
+    return made;
+  }
+
+  // `work(call)` runs on the stream, in a world of one here and now.
+  template <class Work>
+  Event submit(Call call, Work work) {
+    call.number = submitted++;
+    traffic.calls[static_cast<std::size_t>(call.kind)] += 1;
+    traffic.bytes[static_cast<std::size_t>(call.kind)] += sent_bytes(call, rank, size);
+    if (size == 1) {
+      backend->check();
+      work(call);
+      return {};
+    }
+    last_call = call;
+    last = stream.submit([this, call = std::move(call), work = std::move(work)] {
+      backend->check();
+      work(call);
+    });
+    return last;
+  }
+
+  void make_room(std::int64_t bytes) {
+    if (bytes <= reserved || size == 1) return;
+    stream.synchronize();  // the scratch may be in use
+    backend->reserve(bytes);
+    reserved = bytes;
+  }
+
+  bool settled() const {
+    try {
+      return last.wait_for(kGrace);
+    } catch (const std::exception&) {
+      return last.done();  // its failure was or will be told to who waits for it
+    }
+  }
+
+  std::unique_ptr<Backend> backend;
+  const int rank;
+  const int size;
+  const c10::Device device;
+  Traffic traffic;
+  std::int64_t submitted = 0;
+  std::int64_t reserved = 0;
+  const int generation = fork_generation();
+  Call last_call;
+  Event last;
+  Stream stream;  // the last member: it ends first, while the backend still lives
+};
+
+Group::Group(std::unique_ptr<Backend> backend, int rank, int size, c10::Device device)
+    : impl_(std::make_unique<Impl>(std::move(backend), rank, size, device)) {
+  POISE_CHECK(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " of ", size);
+}
+Group::~Group() = default;
+
+int Group::rank() const { return impl_->rank; }
+int Group::size() const { return impl_->size; }
+c10::Device Group::device() const { return impl_->device; }
+std::string Group::backend() const { return impl_->backend->name(); }
+
+Event Group::all_gather(at::Tensor whole, at::Tensor mine, std::string what) {
+  Impl& my = *impl_;
+  const Call call = my.call(Kind::all_gather, std::move(what), whole);
+  check_flat(call, "the whole", whole, my.device);
+  check_flat(call, "the piece", mine, my.device);
+  check_pieces(call, whole, mine, my.rank, my.size);
+  return my.submit(call, [&backend = *my.backend, whole, mine](const Call& c) {
+    backend.all_gather(c, whole, mine);
+  });
+}
+
+Event Group::reduce_scatter(at::Tensor mine, at::Tensor whole, std::string what) {
+  Impl& my = *impl_;
+  const Call call = my.call(Kind::reduce_scatter, std::move(what), whole);
+  check_flat(call, "the whole", whole, my.device);
+  check_flat(call, "the piece", mine, my.device);
+  check_reducible(call, mine, whole);
+  check_pieces(call, whole, mine, my.rank, my.size);
+  my.make_room(call.bytes);
+  return my.submit(call, [&backend = *my.backend, whole, mine](const Call& c) {
+    backend.reduce_scatter(c, mine, whole);
+  });
+}
+
+Event Group::all_reduce(at::Tensor values, std::string what) {
+  Impl& my = *impl_;
+  const Call call = my.call(Kind::all_reduce, std::move(what), values);
+  check_flat(call, "the tensor", values, my.device);
+  check_summable(call, values);
+  my.make_room(call.bytes * my.size);
+  return my.submit(
+      call, [&backend = *my.backend, values](const Call& c) { backend.all_reduce(c, values); });
+}
+
+Event Group::all_to_all(at::Tensor received, at::Tensor sent, std::string what) {
+  Impl& my = *impl_;
+  const Call call = my.call(Kind::all_to_all, std::move(what), sent);
+  check_flat(call, "what is received", received, my.device);
+  check_flat(call, "what is sent", sent, my.device);
+  check_exchange(call, received, sent, my.size);
+  return my.submit(call, [&backend = *my.backend, received, sent](const Call& c) {
+    backend.all_to_all(c, received, sent);
+  });
+}
+
+Event Group::broadcast(at::Tensor values, int root, std::string what) {
+  Impl& my = *impl_;
+  Call call = my.call(Kind::broadcast, std::move(what), values);
+  call.root = root;
+  check_flat(call, "the tensor", values, my.device);
+  if (root < 0 || root >= my.size) {
+    fail("comm", "broadcast of '", call.what, "' from rank ", root, " in a group of ", my.size,
+         "; ranks go from 0 to size - 1");
+  }
+  return my.submit(
+      call, [&backend = *my.backend, values](const Call& c) { backend.broadcast(c, values); });
+}
+
+void Group::barrier(std::string what) {
+  Impl& my = *impl_;
+  my.submit(my.call(Kind::barrier, std::move(what), {}), [&backend = *my.backend](const Call& c) {
+      backend.barrier(c);
+    }).synchronize();
+}
+
+std::vector<std::string> Group::all_gather_text(const std::string& text, const std::string& what) {
+  const auto on_cpu = at::TensorOptions().dtype(at::kLong);
+  auto length = at::empty({1}, on_cpu);
+  *length.mutable_data_ptr<std::int64_t>() = static_cast<std::int64_t>(text.size());
+  auto lengths = at::zeros({size()}, on_cpu.device(device()));
+  all_gather(lengths, length.to(device()), what).wait();
+  lengths = lengths.cpu();
+  const auto* bytes = lengths.const_data_ptr<std::int64_t>();
+  const std::int64_t longest = *std::max_element(bytes, bytes + size());
+
+  auto mine = at::zeros({longest}, on_cpu.dtype(at::kByte));
+  if (!text.empty()) std::memcpy(mine.mutable_data_ptr(), text.data(), text.size());
+  auto all = at::zeros({size() * longest}, mine.options().device(device()));
+  all_gather(all, mine.to(device()), what).wait();
+  all = all.cpu();
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) {
+    const auto* begin = static_cast<const char*>(all.const_data_ptr()) + rank * longest;
+    texts.emplace_back(begin, static_cast<std::size_t>(bytes[rank]));
+  }
+  return texts;
+}
+
+void Group::reserve(std::int64_t bytes) { impl_->make_room(bytes); }
+void Group::abort(const std::string& message) noexcept { impl_->backend->abort(message); }
+Traffic Group::traffic() const { return impl_->traffic; }
+void Group::reset_traffic() { impl_->traffic = {}; }
+
+}  // namespace poise::comm
