@@ -80,6 +80,10 @@ class POISE_API Group {
   // Makes room for reductions of up to `bytes` of `whole`, under the caller's AccountScope.
   void reserve(std::int64_t bytes);
 
+  // Throws the failure, if there is one. On CUDA collectives of a failed group end without their
+  // result: call this after waiting for the device, before using what they brought.
+  void check() const;
+
   // Ends the group on every rank with this message (this rank's failure). Does not throw.
   void abort(const std::string& message) noexcept;
 

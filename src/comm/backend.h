@@ -27,6 +27,8 @@ struct Call {
 
 // "collective 7, reduce_scatter of 'blocks.0' (4096 bytes of Float)"
 std::string describe(const Call& call);
+// The error of two ranks in different collectives, as described.
+std::string differing(int rank_a, const std::string& a, int rank_b, const std::string& b);
 
 class Backend {
  public:

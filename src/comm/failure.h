@@ -15,6 +15,10 @@ class Failure {
     const std::lock_guard lock(mutex_);
     if (!message_) message_ = message;
   }
+  bool happened() const {
+    const std::lock_guard lock(mutex_);
+    return message_.has_value();
+  }
   void check() const {
     const std::lock_guard lock(mutex_);
     if (message_) throw Error(*message_);

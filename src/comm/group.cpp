@@ -42,6 +42,14 @@ std::string describe(const Call& call) {
   return join(subject, from, " (", call.bytes, " bytes of ", c10::toString(call.dtype), ")");
 }
 
+std::string differing(int rank_a, const std::string& a, int rank_b, const std::string& b) {
+  const bool in_order = rank_a < rank_b;
+  return join("[comm] ranks differ in their sequence of collectives: rank ",
+              in_order ? rank_a : rank_b, " is in ", in_order ? a : b, ", rank ",
+              in_order ? rank_b : rank_a, " is in ", in_order ? b : a,
+              "; all ranks must run the same parts of the model in the same order");
+}
+
 namespace {
 
 // Bytes this rank sends in theory.
@@ -234,6 +242,7 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
 }
 
 void Group::reserve(std::int64_t bytes) { impl_->make_room(bytes); }
+void Group::check() const { impl_->backend->check(); }
 void Group::abort(const std::string& message) noexcept { impl_->backend->abort(message); }
 Traffic Group::traffic() const { return impl_->traffic; }
 void Group::reset_traffic() { impl_->traffic = {}; }

@@ -95,9 +95,7 @@ void Meeting::compare() {
     const Call& first = seats_[0].call;
     const Call& other = seats_[static_cast<std::size_t>(rank)].call;
     if (other == first) continue;
-    fail_locked(join("[comm] ranks differ in their sequence of collectives: rank 0 is in ",
-                     describe(first), ", rank ", rank, " is in ", describe(other),
-                     "; all ranks must run the same parts of the model in the same order"));
+    fail_locked(differing(0, describe(first), rank, describe(other)));
     return;
   }
 }

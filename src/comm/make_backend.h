@@ -1,0 +1,22 @@
+// c10d backends from pure C++.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "comm/c10d_calls.h"
+
+namespace poise::comm {
+
+// `address`: of this machine, where its peers find it. GLOO_SOCKET_IFNAME names an interface
+// instead.
+c10d_calls::BackendPtr make_gloo(const c10d_calls::StorePtr& store, int rank, int size,
+                                 const std::string& address, std::chrono::milliseconds timeout);
+
+// GPUs that NCCL may use here; 0 where this build or this machine has none.
+int nccl_devices();
+// On the current device. Throws Error in a build without CUDA.
+c10d_calls::BackendPtr make_nccl(const c10d_calls::StorePtr& store, int rank, int size,
+                                 c10::Device device, std::chrono::milliseconds timeout);
+
+}  // namespace poise::comm

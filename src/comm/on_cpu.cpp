@@ -1,0 +1,245 @@
+// Groups of processes on the CPU. Every collective first exchanges a digest of what it is about:
+// gloo itself would mix up the tensors of ranks that differ, or end the process. Then data goes
+// from tensor to tensor; only reductions pass through the reserved scratch.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "comm/backend.h"
+#include "comm/failure.h"
+#include "comm/flat.h"
+#include "comm/messages.h"
+#include "comm/ordered_sum.h"
+#include "comm/process_group.h"
+#include "poise/error.h"
+
+namespace poise::comm {
+namespace {
+
+constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
+
+at::Tensor bytes_of(const at::Tensor& flat) { return flat.variable_data().view(at::kByte); }
+
+// FNV-1a over the description, which holds all that must be equal.
+std::uint64_t digest_of(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325u;
+  for (const char letter : text) {
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3u;
+  }
+  return hash;
+}
+
+class OnCpu final : public Backend {
+ public:
+  OnCpu(const Peers& peers, int instance, Options options, WatchSettings settings)
+      : rank_(peers.rank),
+        size_(peers.size),
+        options_(options),
+        tag_(kFirstTag + 2 * instance),
+        messages_(peers.backend, options.timeout),
+        digests_(at::empty({size_}, at::kLong)) {
+    if (!peers.store) return;
+    watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
+                                     [this](const std::string& message) { end(message); });
+  }
+
+  std::string name() const override { return "gloo"; }
+
+  void all_gather(const Call& call, const at::Tensor& whole, const at::Tensor& mine) override {
+    run(call, [&] {
+      copy_flat(piece_of(whole, rank_, size_), mine);
+      exchange(pieces(bytes_of(whole)), copies(bytes_of(mine)));
+    });
+  }
+
+  void reduce_scatter(const Call& call, const at::Tensor& mine, const at::Tensor& whole) override {
+    run(call, [&] {
+      const auto bytes = bytes_of(whole);
+      const auto rows = scratch_.narrow(0, 0, bytes.numel());
+      exchange(pieces(rows), pieces(bytes));
+      ordered_sum(mine.mutable_data_ptr<float>(), whole.scalar_type(),
+                  row_addresses(rows, piece_of(bytes, rank_, size_)), mine.numel());
+    });
+  }
+
+  void all_reduce(const Call& call, const at::Tensor& values) override {
+    run(call, [&] {
+      const auto bytes = bytes_of(values);
+      const auto rows = scratch_.narrow(0, 0, size_ * bytes.numel());
+      exchange(pieces(rows), copies(bytes));
+      const auto addresses = row_addresses(rows, bytes);
+      if (values.scalar_type() == at::kDouble) {
+        ordered_sum(values.mutable_data_ptr<double>(), addresses, values.numel());
+      } else {
+        ordered_sum(values.mutable_data_ptr<float>(), at::kFloat, addresses, values.numel());
+      }
+    });
+  }
+
+  void all_to_all(const Call& call, const at::Tensor& received, const at::Tensor& sent) override {
+    run(call, [&] {
+      copy_flat(piece_of(received, rank_, size_), piece_of(sent, rank_, size_));
+      exchange(pieces(bytes_of(received)), pieces(bytes_of(sent)));
+    });
+  }
+
+  // A binomial tree: in round k the ranks that have it (2^k of them, counted from the root) hand it
+  // on.
+  void broadcast(const Call& call, const at::Tensor& values) override {
+    run(call, [&] {
+      const auto bytes = bytes_of(values);
+      const int place = (rank_ - call.root + size_) % size_;
+      const auto rank_at = [&](int other) { return (other + call.root) % size_; };
+      for (int have = 1; have < size_; have *= 2) {
+        if (place < have) {
+          if (place + have < size_) exchange({}, {{rank_at(place + have), bytes}});
+        } else if (place < 2 * have) {
+          exchange({{rank_at(place - have), bytes}}, {});
+        }
+      }
+    });
+  }
+
+  // Nobody gets through the digests before all have come.
+  void barrier(const Call& call) override {
+    run(call, [] {});
+  }
+
+  void reserve(std::int64_t bytes) override { scratch_ = at::empty({bytes}, at::kByte); }
+
+  void abort(const std::string& message) noexcept override {
+    const std::string whole = join("[comm] ", name_of(rank_), " ended the group: ", message);
+    failure_.set(whole);
+    if (watch_) watch_->publish(whole);
+    messages_.stop();
+  }
+
+  void check() const override { failure_.check(); }
+
+ private:
+  template <class Work>
+  void run(const Call& call, Work work) {
+    place_ = describe(call);
+    if (watch_) watch_->enter(call);
+    try {
+      agree();
+      work();
+    } catch (const Stopped&) {
+      failure_.check();
+      throw;
+    } catch (const PeerFailure& failure) {
+      give_up(explained(failure));
+    }
+    if (watch_) watch_->leave();
+  }
+
+  void agree() {
+    auto* digests = digests_.mutable_data_ptr<std::int64_t>();
+    digests[rank_] = static_cast<std::int64_t>(digest_of(place_));
+    const auto bytes = bytes_of(digests_);
+    messages_.exchange(pieces(bytes), copies(piece_of(bytes, rank_, size_)), tag_);
+    if (std::any_of(digests, digests + size_, [&](auto one) { return one != digests[rank_]; })) {
+      differ();
+    }
+  }
+
+  // Every rank has seen that some other differs: all send their descriptions, and name the same
+  // two.
+  [[noreturn]] void differ() {
+    constexpr std::int64_t kLongest = 512;
+    const auto texts = at::zeros({size_ * kLongest}, at::kByte);
+    const auto text_of = [&](int rank) {
+      return static_cast<char*>(texts.mutable_data_ptr()) + rank * kLongest;
+    };
+    place_.copy(text_of(rank_), kLongest - 1);
+    messages_.exchange(pieces(texts), copies(piece_of(texts, rank_, size_)), tag_);
+    int other = 1;
+    while (other < size_ - 1 && std::strcmp(text_of(other), text_of(0)) == 0) ++other;
+    give_up(differing(0, text_of(0), other, text_of(other)));
+  }
+
+  [[noreturn]] void give_up(const std::string& message) {
+    failure_.set(message);
+    if (watch_) watch_->publish(message);
+    messages_.stop();
+    failure_.check();
+    throw Error(message);  // not reached
+  }
+
+  void end(const std::string& message) {
+    failure_.set(message);
+    messages_.stop();
+  }
+
+  // The peer may have said itself why, to the store.
+  std::string explained(const PeerFailure& failure) {
+    if (watch_) {
+      if (const auto known = watch_->failure()) return *known;
+    }
+    const std::string peer = name_of(failure.peer);
+    if (failure.timed_out) {
+      return join("[comm] rank ", rank_, " waited ", options_.timeout.count() / 1000.0, " s in ",
+                  place_, " for ", peer,
+                  watch_ ? join(", which is ", watch_->place_of(failure.peer)) : "",
+                  "; find what holds it up, or raise the timeout");
+    }
+    return join("[comm] ", peer, " disappeared while rank ", rank_, " was in ", place_, ": ",
+                failure.what(), "; look at its own output");
+  }
+
+  std::string name_of(int rank) const {
+    return watch_ ? watch_->name_of(rank) : join("rank ", rank);
+  }
+
+  void exchange(const std::vector<Message>& received, const std::vector<Message>& sent) {
+    messages_.exchange(received, sent, tag_ + 1);
+  }
+
+  // One message per peer, nearest first, so that not all begin with rank 0.
+  std::vector<Message> pieces(const at::Tensor& bytes) const {
+    std::vector<Message> all;
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (rank_ + step) % size_;
+      all.push_back({peer, piece_of(bytes, peer, size_)});
+    }
+    return all;
+  }
+  std::vector<Message> copies(const at::Tensor& bytes) const {
+    std::vector<Message> all;
+    for (int step = 1; step < size_; ++step) all.push_back({(rank_ + step) % size_, bytes});
+    return all;
+  }
+
+  // The received rows, with this rank's own where it lies.
+  std::vector<const void*> row_addresses(const at::Tensor& rows, const at::Tensor& mine) const {
+    std::vector<const void*> addresses;
+    for (int rank = 0; rank < size_; ++rank) {
+      const auto row = rank == rank_ ? mine : piece_of(rows, rank, size_);
+      addresses.push_back(row.const_data_ptr());
+    }
+    return addresses;
+  }
+
+  const int rank_;
+  const int size_;
+  const Options options_;
+  const int tag_;
+  Failure failure_;
+  Messages messages_;
+  at::Tensor digests_;
+  at::Tensor scratch_;
+  std::string place_;             // of the collective this rank is in
+  std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> on_cpu(const Peers& peers, int instance, Options options,
+                                WatchSettings settings) {
+  return std::make_unique<OnCpu>(peers, instance, options, settings);
+}
+
+}  // namespace poise::comm

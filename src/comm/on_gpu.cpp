@@ -1,0 +1,112 @@
+// Groups of processes on GPUs: NCCL's own collectives, queued on the group's stream. The digest of
+// on_cpu.cpp would cost a host wait for each; differing ranks are found by the watch.
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "comm/backend.h"
+#include "comm/failure.h"
+#include "comm/flat.h"
+#include "comm/process_group.h"
+#include "poise/error.h"
+
+namespace poise::comm {
+namespace {
+
+at::Tensor unversioned(const at::Tensor& flat) { return flat.variable_data(); }
+
+class OnGpu final : public Backend {
+ public:
+  OnGpu(const Peers& peers, WatchSettings settings)
+      : rank_(peers.rank),
+        size_(peers.size),
+        backend_(peers.backend),
+        one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))) {
+    if (!peers.store) return;
+    watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
+                                     [this](const std::string& message) { end(message); });
+  }
+
+  std::string name() const override { return "nccl"; }
+
+  void all_gather(const Call& call, const at::Tensor& whole, const at::Tensor& mine) override {
+    run(call,
+        [&] { return c10d_calls::all_gather(*backend_, unversioned(whole), unversioned(mine)); });
+  }
+
+  // NCCL sums in the dtype of the wire; 16-bit sums are made in place and cast afterwards.
+  void reduce_scatter(const Call& call, const at::Tensor& mine, const at::Tensor& whole) override {
+    const bool cast = whole.scalar_type() != at::kFloat;
+    const auto sum = cast ? piece_of(whole, rank_, size_) : mine;
+    run(call, [&] {
+      return c10d_calls::reduce_scatter(*backend_, unversioned(sum), unversioned(whole));
+    });
+    if (cast) cast_flat(mine, sum);
+  }
+
+  void all_reduce(const Call& call, const at::Tensor& values) override {
+    run(call, [&] { return c10d_calls::all_reduce(*backend_, unversioned(values)); });
+  }
+
+  void all_to_all(const Call& call, const at::Tensor& received, const at::Tensor& sent) override {
+    run(call, [&] {
+      return c10d_calls::all_to_all(*backend_, unversioned(received), unversioned(sent));
+    });
+  }
+
+  void broadcast(const Call& call, const at::Tensor& values) override {
+    run(call, [&] { return c10d_calls::broadcast(*backend_, unversioned(values), call.root); });
+  }
+
+  // The caller waits for the stream.
+  void barrier(const Call& call) override {
+    run(call, [&] { return c10d_calls::all_reduce(*backend_, one_); });
+  }
+
+  void abort(const std::string& message) noexcept override {
+    const std::string who = watch_ ? watch_->name_of(rank_) : join("rank ", rank_);
+    const std::string whole = join("[comm] ", who, " ended the group: ", message);
+    if (watch_) watch_->publish(whole);
+    end(whole);
+  }
+
+  void check() const override { failure_.check(); }
+
+ private:
+  // The wait makes the current stream wait, not this thread.
+  template <class Start>
+  void run(const Call& call, Start start) {
+    if (watch_) watch_->enter(call);
+    try {
+      start()->wait();
+    } catch (const std::exception& error) {
+      failure_.check();
+      fail("comm", describe(call), " failed: ", c10d_calls::message_of(error),
+           "; look at the output of the other ranks");
+    }
+  }
+
+  // Kernels that wait for a lost peer end by this alone.
+  void end(const std::string& message) noexcept {
+    failure_.set(message);
+    try {
+      backend_->abort();
+    } catch (const std::exception&) {  // the group is of no more use either way
+    }
+  }
+
+  const int rank_;
+  const int size_;
+  c10d_calls::BackendPtr backend_;
+  at::Tensor one_;
+  Failure failure_;
+  std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> on_gpu(const Peers& peers, WatchSettings settings) {
+  return std::make_unique<OnGpu>(peers, settings);
+}
+
+}  // namespace poise::comm

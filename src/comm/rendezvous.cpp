@@ -1,0 +1,138 @@
+// Stores over TCP.
+#include "comm/rendezvous.h"
+
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "poise/error.h"
+#include "poise/interrupt.h"
+
+namespace poise::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// A socket of `type` connected to rank 0's host, and so with an address of its own; -1: no way.
+// Over UDP this sends nothing; over TCP it says whether somebody listens.
+class Connection {
+ public:
+  Connection(const Launch& launch, int type) {
+    addrinfo hints{};
+    hints.ai_socktype = type;
+    addrinfo* found = nullptr;
+    const std::string port = std::to_string(launch.port);
+    const int error = getaddrinfo(launch.address.c_str(), port.c_str(), &hints, &found);
+    if (error != 0) {
+      fail("comm", "cannot find the host of rank 0, ", launch.address, ": ", gai_strerror(error),
+           "; set MASTER_ADDR to a name or address that this machine knows");
+    }
+    const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> all(found, freeaddrinfo);
+    for (const addrinfo* one = found; one && socket_ < 0; one = one->ai_next) {
+      const int made = ::socket(one->ai_family, one->ai_socktype | SOCK_CLOEXEC, 0);
+      if (made < 0) continue;
+      if (::connect(made, one->ai_addr, one->ai_addrlen) == 0) {
+        socket_ = made;
+      } else {
+        ::close(made);
+      }
+    }
+  }
+  ~Connection() {
+    if (socket_ >= 0) ::close(socket_);
+  }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  bool made() const { return socket_ >= 0; }
+  int socket() const { return socket_; }
+
+ private:
+  int socket_ = -1;
+};
+
+c10d_calls::StorePtr open_store(const Launch& launch, milliseconds timeout) {
+  ::c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(launch.port);
+  options.isServer = launch.rank == 0 && !launch.store_runs;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<::c10d::TCPStore>(launch.address, options);
+  } catch (const std::exception& error) {
+    if (options.isServer) {
+      fail("comm", "rank 0 cannot listen on port ", launch.port, ": ",
+           c10d_calls::message_of(error), "; set MASTER_PORT to a free port");
+    }
+    fail("comm", "rank ", launch.rank, " cannot reach the store at ", launch.address, ":",
+         launch.port, ": ", c10d_calls::message_of(error), "; check MASTER_ADDR and MASTER_PORT");
+  }
+}
+
+}  // namespace
+
+c10d_calls::StorePtr meet(const Launch& launch, milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  const bool hosts = launch.rank == 0 && !launch.store_runs;
+  // torch's own wait for a listener could not be interrupted.
+  while (!hosts && !Connection(launch, SOCK_STREAM).made()) {
+    if (Clock::now() >= deadline) {
+      fail("comm", "rank ", launch.rank, " waited ", static_cast<double>(timeout.count()) / 1000,
+           " s for rank 0 at ", launch.address, ":", launch.port,
+           "; start it, or check MASTER_ADDR and MASTER_PORT");
+    }
+    check_interrupt();
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+  const auto store = open_store(launch, timeout);
+  const std::string launches = join("poise/launch/", launch.attempt);
+  const auto before = store->add(join(launches, "/rank/", launch.rank), 1) - 1;
+  return c10::make_intrusive<::c10d::PrefixStore>(join(launches, '/', before), store);
+}
+
+std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
+                                   const std::string& text, milliseconds timeout) {
+  const auto key = [](int rank) { return join("roll/", rank); };
+  store.set(key(launch.rank), text);
+  const auto deadline = Clock::now() + timeout;
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < launch.size; ++rank) {
+    while (!store.check({key(rank)})) {
+      if (Clock::now() >= deadline) {
+        fail("comm", "rank ", rank, " of ", launch.size, " did not come within ",
+             static_cast<double>(timeout.count()) / 1000, " s; ", launch.by,
+             " says that there is one, start it or correct the number of ranks");
+      }
+      check_interrupt();
+      std::this_thread::sleep_for(milliseconds(20));
+    }
+    texts.push_back(store.get_to_str(key(rank)));
+  }
+  return texts;
+}
+
+std::string own_address(const Launch& launch) {
+  const Connection connection(launch, SOCK_DGRAM);
+  sockaddr_storage own{};
+  socklen_t length = sizeof(own);
+  char text[NI_MAXHOST] = "";
+  const bool known =
+      connection.made() &&
+      getsockname(connection.socket(), reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
+      getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof(text), nullptr, 0,
+                  NI_NUMERICHOST) == 0;
+  if (!known) {
+    fail("comm", "no way from this machine to ", launch.address,
+         "; set GLOO_SOCKET_IFNAME to the network interface to use");
+  }
+  return text;
+}
+
+}  // namespace poise::comm

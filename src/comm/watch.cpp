@@ -1,0 +1,277 @@
+// The thread of the watch. Keys: "failure", "beat/<rank>", "name/<rank>", "done" (a count).
+#include "comm/watch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/beat.h"
+#include "poise/error.h"
+
+namespace poise::comm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using ::c10d::Store;
+
+constexpr std::chrono::seconds kJoin{5};  // for a thread that hangs in the network
+
+std::optional<std::string> read(Store& store, const std::string& key) {
+  if (!store.check({key})) return std::nullopt;
+  return store.get_to_str(key);
+}
+
+std::string key_of(const char* kind, int rank) { return join(kind, '/', rank); }
+
+}  // namespace
+
+struct Watch::State {
+  State(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
+        std::function<void(const std::string&)> failed)
+      : store(std::move(store)),
+        rank(rank),
+        size(size),
+        settings(settings),
+        failed(std::move(failed)),
+        names(static_cast<std::size_t>(size)) {}
+
+  // Something the thread does with its connection on behalf of another.
+  struct Job {
+    std::function<void(Store&)> work;
+    bool done = false;
+  };
+
+  // Runs `work` on the thread. False: no answer in time, or the thread is gone.
+  bool ask(std::function<void(Store&)> work) {
+    std::unique_lock lock(mutex);
+    const auto job = std::make_shared<Job>(Job{std::move(work)});
+    jobs.push_back(job);
+    changed.notify_all();
+    changed.wait_for(lock, settings.answer, [&] { return job->done || ended; });
+    return job->done;
+  }
+
+  void serve(std::unique_lock<std::mutex>& lock) {
+    while (!jobs.empty()) {
+      const auto job = jobs.front();
+      jobs.pop_front();
+      lock.unlock();
+      job->work(*store);
+      lock.lock();
+      job->done = true;
+      changed.notify_all();
+    }
+  }
+
+  void round() {
+    learn_names();
+    if (const auto message = read(*store, "failure")) report(*message);
+    Beat mine;
+    {
+      const std::lock_guard lock(mutex);
+      ++own.pulse;
+      mine = own;
+    }
+    store->set(key_of("beat", rank), text_of(mine));
+    if (!reported) look_at_next(mine);
+  }
+
+  void learn_names() {
+    for (int other = 0; other < size && known < size; ++other) {
+      if (!names[static_cast<std::size_t>(other)].empty()) continue;
+      const auto name = read(*store, key_of("name", other));
+      if (!name) continue;
+      const std::lock_guard lock(mutex);
+      names[static_cast<std::size_t>(other)] = *name;
+      ++known;
+    }
+  }
+
+  void look_at_next(const Beat& mine) {
+    const int next = (rank + 1) % size;
+    const auto text = read(*store, key_of("beat", next));
+    if (!text) return;  // not there yet: slow to start, not gone
+    const Beat theirs = beat_of(*text);
+    const auto now = Clock::now();
+    if (theirs.pulse != last_pulse) {
+      last_pulse = theirs.pulse;
+      last_seen = now;
+    }
+    if (theirs.left) {
+      if (mine.entered > theirs.entered) {
+        declare(join("[comm] ", named(next), " left the group after ", theirs.entered,
+                     " collectives while rank ", rank, " is in ", mine.place,
+                     "; all ranks must submit the same sequence"));
+      }
+    } else if (now - last_seen > settings.patience) {
+      declare(join("[comm] ", named(next), " disappeared: no sign of life for ",
+                   settings.patience.count() / 1000.0, " s, last in ", theirs.place,
+                   "; look at its own output and at its machine's log"));
+    } else if (mine.entered == theirs.entered && mine.place != theirs.place) {
+      declare(differing(rank, mine.place, next, theirs.place));
+    }
+  }
+
+  void declare(const std::string& message) {
+    store->compareSet("failure", std::string(), message);
+    report(read(*store, "failure").value_or(message));
+  }
+
+  void report(const std::string& message) {
+    if (reported) return;
+    reported = true;
+    {
+      const std::lock_guard lock(mutex);
+      failure = message;
+    }
+    const std::lock_guard lock(calling);
+    if (failed) failed(message);
+  }
+
+  std::string named(int other) const {
+    const std::lock_guard lock(mutex);
+    const std::string& name = names[static_cast<std::size_t>(other)];
+    return name.empty() ? join("rank ", other) : join("rank ", other, " (", name, ")");
+  }
+
+  // Tells the others that this rank needs nothing more, and gives them time to say the same: this
+  // process may host the store.
+  void say_goodbye() {
+    Beat last;
+    {
+      const std::lock_guard lock(mutex);
+      own.left = true;
+      ++own.pulse;
+      last = own;
+    }
+    store->set(key_of("beat", rank), text_of(last));
+    // After a failure not all may be there to say it; the others read the failure in a period.
+    const bool failed_before = reported || store->check({"failure"});
+    const auto longest =
+        failed_before ? std::min(settings.linger, 3 * settings.period) : settings.linger;
+    const auto deadline = Clock::now() + longest;
+    auto done = store->add("done", 1);
+    while (done < size && Clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      done = store->add("done", 0);
+    }
+  }
+
+  const c10d_calls::StorePtr store;
+  const int rank;
+  const int size;
+  const WatchSettings settings;
+
+  std::mutex calling;
+  std::function<void(const std::string&)> failed;  // null once its owner is gone
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  Beat own;
+  std::vector<std::string> names;
+  std::optional<std::string> failure;
+  std::deque<std::shared_ptr<Job>> jobs;
+  bool stopping = false;
+  bool ended = false;
+
+  // The thread's own.
+  int known = 0;
+  bool reported = false;
+  std::int64_t last_pulse = -1;
+  Clock::time_point last_seen = Clock::now();
+};
+
+void Watch::run(const std::shared_ptr<State>& state) {
+  State& my = *state;
+  try {
+    my.store->set(key_of("name", my.rank), own_name());
+    auto next_round = Clock::now();
+    std::unique_lock lock(my.mutex);
+    while (!my.stopping) {
+      if (my.changed.wait_until(lock, next_round,
+                                [&] { return my.stopping || !my.jobs.empty(); })) {
+        my.serve(lock);
+        continue;
+      }
+      lock.unlock();
+      my.round();
+      next_round = Clock::now() + my.settings.period;
+      lock.lock();
+    }
+    my.serve(lock);
+    lock.unlock();
+    my.say_goodbye();
+  } catch (const std::exception& error) {
+    my.report(join("[comm] lost the store of the group; its host, ", my.named(0),
+                   " or the launcher, has disappeared: ", c10d_calls::message_of(error),
+                   "; look at the output of both"));
+  }
+  const std::lock_guard lock(my.mutex);
+  my.ended = true;
+  my.changed.notify_all();
+}
+
+Watch::Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
+             std::function<void(const std::string&)> failed)
+    : state_(std::make_shared<State>(std::move(store), rank, size, settings, std::move(failed))),
+      thread_([state = state_] { run(state); }) {}
+
+Watch::~Watch() {
+  std::unique_lock lock(state_->mutex);
+  state_->stopping = true;
+  state_->changed.notify_all();
+  const auto longest = state_->settings.linger + kJoin;
+  const bool ended = state_->changed.wait_for(lock, longest, [&] { return state_->ended; });
+  lock.unlock();
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();  // hangs in the network; it keeps its state and touches nothing else
+    const std::lock_guard calling(state_->calling);
+    state_->failed = nullptr;
+  }
+}
+
+void Watch::enter(const Call& call) {
+  const std::lock_guard lock(state_->mutex);
+  state_->own.entered = call.number + 1;
+  state_->own.place = describe(call);
+  state_->own.inside = true;
+}
+
+void Watch::leave() {
+  const std::lock_guard lock(state_->mutex);
+  state_->own.inside = false;
+}
+
+void Watch::publish(const std::string& message) noexcept {
+  state_->ask([message](Store& store) { store.compareSet("failure", std::string(), message); });
+}
+
+std::optional<std::string> Watch::failure() {
+  const auto found = std::make_shared<std::optional<std::string>>();
+  const auto deadline = Clock::now() + state_->settings.answer;
+  do {
+    {
+      const std::lock_guard lock(state_->mutex);
+      if (state_->ended) return std::nullopt;  // nobody to ask; what it knew it has reported
+    }
+    if (!state_->ask([found](Store& store) { *found = read(store, "failure"); })) continue;
+    if (*found) return *found;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (Clock::now() < deadline);
+  return std::nullopt;
+}
+
+std::string Watch::place_of(int rank) {
+  const auto found = std::make_shared<std::optional<std::string>>();
+  const bool answered =
+      state_->ask([found, rank](Store& store) { *found = read(store, key_of("beat", rank)); });
+  if (!answered || !*found) return "in an unknown place";
+  const Beat beat = beat_of(**found);
+  if (beat.entered == 0) return "in no collective yet";
+  return join(beat.inside ? "in " : "last in ", beat.place);
+}
+
+std::string Watch::name_of(int rank) const { return state_->named(rank); }
+
+}  // namespace poise::comm

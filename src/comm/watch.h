@@ -1,0 +1,61 @@
+// Watches over the ranks of a group in several processes: a thread with a store connection of its
+// own beats about once a second, watches the next rank's beat (around the ring: the nearest living
+// rank before a dead one sees it), and reads the one failure of the group. It needs no lock of
+// Python's, so a rank that is merely busy goes on beating.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/backend.h"
+#include "comm/c10d_calls.h"
+
+namespace poise::comm {
+
+struct WatchSettings {
+  std::chrono::milliseconds period{1000};
+  std::chrono::milliseconds patience{10 * 1000};  // without a beat: the rank is gone
+  std::chrono::milliseconds answer{2500};         // what a question to the store may take
+  std::chrono::milliseconds linger{0};  // how long the destructor lets the others finish first
+};
+
+class Watch {
+ public:
+  // `store` holds keys of this group alone. `failed` is called once, on the thread, with the
+  // group's failure.
+  Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
+        std::function<void(const std::string&)> failed);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void enter(const Call& call);  // this rank is now in it
+  void leave();                  // for the wording of errors only
+
+  // Makes this the group's failure, unless there is one already. Blocks for `answer` at most.
+  void publish(const std::string& message) noexcept;
+  // The group's failure, waiting up to `answer` for one.
+  std::optional<std::string> failure();
+  // What `rank` is in, or was in last: "in collective 7, ..."; "in an unknown place" without
+  // answer.
+  std::string place_of(int rank);
+  // "rank 2 (host a, pid 17)"
+  std::string name_of(int rank) const;
+
+ private:
+  struct State;
+  static void run(const std::shared_ptr<State>& state);
+  std::shared_ptr<State> state_;  // shared with the thread: it may hang in the network
+  std::thread thread_;
+};
+
+}  // namespace poise::comm

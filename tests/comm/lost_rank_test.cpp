@@ -1,0 +1,224 @@
+// Ranks that die, fail, freeze, leave, differ or are merely slow: who is named, and how soon.
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <iostream>
+
+#include "comm/launch.h"
+#include "comm/make_backend.h"
+#include "comm/process_group.h"
+#include "comm/processes.h"
+#include "comm/rendezvous.h"
+#include "poise/comm.h"
+#include "poise/error.h"
+#include "poise/interrupt.h"
+
+namespace poise::comm {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+
+at::Tensor floats(std::int64_t numel) { return at::full({numel}, 1, at::kFloat); }
+
+// from_environment() with less patience.
+std::shared_ptr<Group> impatient_group(WatchSettings settings, Options options = {}) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  Peers peers;
+  peers.rank = launch.rank;
+  peers.size = launch.size;
+  peers.store = meet(launch, 30s);
+  roll_call(*peers.store, launch, "here", 30s);
+  peers.backend = make_gloo(peers.store, launch.rank, launch.size, own_address(launch), 30s);
+  settings.linger = launch.rank == 0 ? 5s : 0s;
+  return group_of(peers, options, settings);
+}
+
+void say(const std::string& text) { std::cout << text << std::endl; }
+
+// Works until something ends the group; prints what.
+void work_until_it_ends(Group& group) {
+  say("working");
+  try {
+    for (;;) group.all_reduce(floats(1000), "norm").wait();
+  } catch (const Error& error) {
+    say(join("ended by: ", error.what()));
+    try {
+      group.barrier("again");
+    } catch (const Error& again) {
+      EXPECT_STREQ(again.what(), error.what());
+      return;
+    }
+  }
+  ADD_FAILURE() << "the group goes on";
+}
+
+TEST(Rank, DISABLED_WorksUntilItEnds) { work_until_it_ends(*from_environment()); }
+
+TEST(Rank, DISABLED_Impatient) {
+  const auto group = impatient_group({.period = 100ms, .patience = 1s});
+  work_until_it_ends(*group);
+}
+
+TEST(Rank, DISABLED_FailsInTheThirdStep) {
+  const auto group = from_environment();
+  for (int step = 0; step < 3; ++step) group->all_reduce(floats(10), "norm").wait();
+  if (group->rank() == 1) {
+    group->abort("ValueError: token 777 of 500");
+  } else {
+    work_until_it_ends(*group);
+  }
+}
+
+TEST(Rank, DISABLED_SleepsLong) {
+  // Ten times the patience: beats come from a thread of their own.
+  const auto group = impatient_group({.period = 50ms, .patience = 300ms});
+  if (group->rank() == 1) std::this_thread::sleep_for(3s);
+  group->all_reduce(floats(10), "norm").wait();
+  group->barrier("end");
+}
+
+TEST(Rank, DISABLED_WaitsTooLong) {
+  const auto group = impatient_group({.period = 50ms}, {.timeout = 1s});
+  group->barrier("start");
+  if (group->rank() == 1) {
+    std::this_thread::sleep_for(4s);
+  } else {
+    try {
+      group->reduce_scatter(floats(10), floats(20), "blocks.3").wait();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      say(error.what());
+    }
+  }
+}
+
+TEST(Rank, DISABLED_RunsAnotherOrder) {
+  const auto group = from_environment();
+  group->barrier("start");
+  try {
+    if (group->rank() == 0) {
+      group->all_gather(floats(3000), floats(1000), "blocks.0").wait();
+    } else {
+      group->reduce_scatter(floats(50), floats(150), "blocks.1").wait();
+    }
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
+
+TEST(Rank, DISABLED_LeavesEarly) {
+  const auto group = impatient_group({.period = 50ms});
+  group->barrier("start");
+  if (group->rank() == 1) return;
+  work_until_it_ends(*group);
+}
+
+TEST(Rank, DISABLED_IsInterrupted) {
+  const auto group = from_environment();
+  group->barrier("start");
+  if (group->rank() == 0) {
+    set_interrupt_check([] { throw std::runtime_error("KeyboardInterrupt"); });
+    try {
+      group->all_reduce(floats(3), "norm").wait();
+      ADD_FAILURE() << "no interrupt";
+    } catch (const std::runtime_error& error) {
+      EXPECT_STREQ(error.what(), "KeyboardInterrupt");
+      set_interrupt_check(nullptr);
+      group->abort(error.what());
+    }
+  } else {
+    std::this_thread::sleep_for(1s);
+    work_until_it_ends(*group);
+  }
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+TEST(LostRank, KilledIsNamedWithinFifteenSeconds) {
+  for (const std::size_t victim : {0u, 1u}) {  // rank 0 takes the store with it
+    const auto ranks = start_ranks("WorksUntilItEnds", 3);
+    for (const auto& rank : ranks) await_output(*rank, "working");
+    std::this_thread::sleep_for(1500ms);  // names are known after a beat
+    ranks[victim]->signal(SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    for (std::size_t rank = 0; rank < 3; ++rank) {
+      if (rank == victim) continue;
+      EXPECT_TRUE(ranks[rank]->wait(30s));
+      EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+      EXPECT_THAT(ranks[rank]->output(),
+                  AllOf(ContainsRegex(join("rank ", victim, " \\(host .*, pid ",
+                                           ranks[victim]->pid(), "\\)")),
+                        HasSubstr("disappeared")));
+    }
+    EXPECT_LT(seconds_since(start), 15);
+  }
+}
+
+TEST(LostRank, FrozenIsNamedByItsMissingBeat) {
+  const auto ranks = start_ranks("Impatient", 3);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  std::this_thread::sleep_for(500ms);
+  ranks[2]->signal(SIGSTOP);
+  for (const std::size_t rank : {0u, 1u}) {
+    EXPECT_TRUE(ranks[rank]->wait(20s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+    EXPECT_THAT(ranks[rank]->output(),
+                AllOf(ContainsRegex("rank 2 \\(host .*\\) disappeared: no sign of life for 1 s"),
+                      HasSubstr("all_reduce of 'norm'")));
+  }
+}
+
+TEST(LostRank, PassesItsMessageOn) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ranks = start_ranks("FailsInTheThirdStep", 3);
+  expect_all_well(ranks);
+  for (const std::size_t rank : {0u, 2u}) {
+    EXPECT_THAT(ranks[rank]->output(), AllOf(ContainsRegex("rank 1.* ended the group"),
+                                             HasSubstr("ValueError: token 777 of 500")));
+  }
+  EXPECT_LT(seconds_since(start), 15);
+}
+
+TEST(SlowRank, DoesNotFall) { run_ranks("SleepsLong", 2); }
+
+TEST(SlowRank, FallsByTheTimeoutWithItsPlace) {
+  const auto ranks = start_ranks("WaitsTooLong", 2);
+  expect_all_well(ranks);
+  EXPECT_THAT(ranks[0]->output(),
+              AllOf(HasSubstr("rank 0 waited 1 s in collective 1, reduce_scatter of 'blocks.3'"),
+                    HasSubstr("which is last in collective 0, barrier of 'start'")));
+}
+
+TEST(Divergence, IsNamedByAllRanks) {
+  const auto ranks = start_ranks("RunsAnotherOrder", 3);
+  expect_all_well(ranks);
+  for (const auto& rank : ranks) {
+    EXPECT_THAT(rank->output(),
+                AllOf(HasSubstr("rank 0 is in collective 1, all_gather of 'blocks.0' (12000 bytes "
+                                "of Float)"),
+                      HasSubstr("rank 1 is in collective 1, reduce_scatter of 'blocks.1'")));
+  }
+}
+
+TEST(LeavingRank, IsNamed) {
+  const auto ranks = start_ranks("LeavesEarly", 2);
+  expect_all_well(ranks);
+  EXPECT_THAT(ranks[0]->output(), AllOf(HasSubstr("rank 1"), HasSubstr("collective 1")));
+}
+
+TEST(Interrupt, EndsAWaitAndTheOtherRanks) {
+  const auto ranks = start_ranks("IsInterrupted", 2);
+  expect_all_well(ranks);
+  EXPECT_THAT(ranks[1]->output(), HasSubstr("KeyboardInterrupt"));
+}
+
+}  // namespace
+}  // namespace poise::comm

@@ -1,0 +1,164 @@
+// Groups of processes over gloo, made without Python: the bits of the threads group.
+#include <ATen/ops/full.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <cstdlib>
+
+#include "comm/chain.h"
+#include "comm/make_backend.h"
+#include "comm/processes.h"
+#include "comm/rank_values.h"
+#include "poise/comm.h"
+#include "poise/error.h"
+#include "support/ranks.h"
+
+namespace poise::comm {
+namespace {
+
+using ::testing::HasSubstr;
+
+// What follows runs in a process of its own per rank.
+
+TEST(Rank, DISABLED_HasTheBitsOfThreads) {
+  const auto group = from_environment();
+  const int size = group->size();
+  EXPECT_EQ(group->backend(), "gloo");
+  EXPECT_EQ(std::to_string(group->rank()), std::getenv("RANK"));
+  for (const std::int64_t numel : {1, 11, 5000}) {
+    at::Tensor want;
+    testing::on_ranks(size, [&](Group& threads) {
+      const auto end = chain(threads, numel);
+      if (threads.rank() == group->rank()) want = end;
+    });
+    EXPECT_TRUE(same_bits(chain(*group, numel), want)) << numel;
+  }
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const std::int64_t numel = 777;
+    auto mine = at::full({numel}, 99, at::kFloat);
+    group->reduce_scatter(mine, flat_of(values_of(group->rank(), size * numel), type), "x").wait();
+    const auto want = sum_in_order(size, size * numel, type);
+    EXPECT_TRUE(same_bits(mine, want.narrow(0, group->rank() * numel, numel))) << type;
+  }
+  EXPECT_EQ(
+      group->all_gather_text(std::string(static_cast<std::size_t>(group->rank()), 'x'), "t"),
+      (size == 2 ? std::vector<std::string>{"", "x"} : std::vector<std::string>{"", "x", "xx"}));
+}
+
+TEST(Rank, DISABLED_GathersAnyDtypeInPlaceAndNot) {
+  const auto group = from_environment();
+  const int size = group->size();
+  for (const auto type :
+       {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kLong, at::kInt, at::kByte}) {
+    for (const std::int64_t numel : {0, 1, 7, 8195}) {
+      auto whole = at::full({size * numel}, 99, type);
+      auto in_place = at::full({size * numel}, 99, type);
+      const auto mine = flat_of(values_of(group->rank(), numel), type);
+      in_place.narrow(0, group->rank() * numel, numel).copy_(mine);
+      const auto version = in_place._version();
+      group->all_gather(whole, mine, "x").wait();
+      group->all_gather(in_place, in_place.narrow(0, group->rank() * numel, numel), "x").wait();
+      EXPECT_EQ(in_place._version(), version);
+      for (int rank = 0; rank < size; ++rank) {
+        const auto want = flat_of(values_of(rank, numel), type);
+        EXPECT_TRUE(same_bits(whole.narrow(0, rank * numel, numel), want)) << type << ' ' << numel;
+        EXPECT_TRUE(same_bits(in_place.narrow(0, rank * numel, numel), want)) << type;
+      }
+    }
+  }
+}
+
+TEST(Rank, DISABLED_MakesSeveralGroups) {
+  // One after the other, and two at once around one backend.
+  for (int i = 0; i < 2; ++i) {
+    const auto group = from_environment();
+    group->barrier("made");
+  }
+}
+
+TEST(Rank, DISABLED_WrapsAProcessGroup) {
+  const int rank = std::atoi(std::getenv("RANK")), size = 2;
+  ::c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
+  options.isServer = rank == 0;
+  const auto store = c10::make_intrusive<::c10d::TCPStore>("127.0.0.1", options);
+  const auto torchs = c10::make_intrusive<::c10d::ProcessGroup>(store, rank, size);
+  const auto gloo = make_gloo(store, rank, size, "127.0.0.1", std::chrono::seconds(30));
+  using Type = ::c10d::ProcessGroup::BackendType;
+  torchs->setBackend(c10::kCPU, Type::GLOO, gloo);
+  torchs->setDefaultBackend(Type::GLOO);
+  {
+    const auto first = from_process_group(torchs, c10::kCPU);
+    const auto second = from_process_group(torchs, c10::kCPU);
+    // In flight at once, on two streams: their messages must not mix.
+    const auto a = flat_of(values_of(rank, 5000, 1)), b = flat_of(values_of(rank, 5000, 2));
+    const Event one = first->all_reduce(a, "a");
+    const Event two = second->all_reduce(b, "b");
+    one.wait();
+    two.wait();
+    EXPECT_TRUE(same_bits(a, sum_in_order(size, 5000, at::kFloat, 1)));
+    EXPECT_TRUE(same_bits(b, sum_in_order(size, 5000, at::kFloat, 2)));
+    first->barrier("end");
+  }
+  try {
+    from_process_group(torchs, c10::Device(c10::kCUDA, 0));
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("carries no tensors on cuda:0; it has: cpu"));
+  }
+  torchs->setBackend(c10::kCUDA, Type::GLOO, gloo);
+  try {
+    from_process_group(torchs, c10::Device(c10::kCUDA, 0));
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("on cuda:0 over gloo; poise needs nccl there"));
+  }
+  store->add("over", 1);
+  while (store->add("over", 0) < size) {  // rank 0 holds the store
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+// From here on: the test's own process.
+
+TEST(ProcessGroup, HasTheBitsOfThreads) {
+  run_ranks("HasTheBitsOfThreads", 2);
+  run_ranks("HasTheBitsOfThreads", 3);
+}
+
+TEST(ProcessGroup, GathersAnyDtypeInPlaceAndNot) { run_ranks("GathersAnyDtypeInPlaceAndNot", 2); }
+
+TEST(ProcessGroup, CanBeMadeAgain) { run_ranks("MakesSeveralGroups", 2); }
+
+TEST(ProcessGroup, WrapsOneOfTorchs) { run_ranks("WrapsAProcessGroup", 2); }
+
+TEST(ProcessGroup, UsesTheStoreOfTorchrunsAgent) {
+  ::c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto agent = c10::make_intrusive<::c10d::TCPStore>("127.0.0.1", options);
+  Variables variables{{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                      {"MASTER_PORT", std::to_string(agent->getPort())}};
+  // A restart finds the keys of the attempt before in the store.
+  for (const char* attempt : {"0", "1"}) {
+    variables["TORCHELASTIC_RESTART_COUNT"] = attempt;
+    run_ranks("MakesSeveralGroups", 2, variables);
+  }
+}
+
+TEST(ProcessGroup, OfOneRankNeedsNothing) {
+  const auto store = c10::make_intrusive<::c10d::HashStore>();
+  const auto torchs = c10::make_intrusive<::c10d::ProcessGroup>(store, 0, 1);
+  using Type = ::c10d::ProcessGroup::BackendType;
+  torchs->setBackend(c10::kCPU, Type::GLOO,
+                     make_gloo(store, 0, 1, "127.0.0.1", std::chrono::seconds(30)));
+  const auto group = from_process_group(torchs, c10::kCPU);
+  EXPECT_EQ(group->backend(), "gloo");
+  EXPECT_TRUE(group->all_reduce(at::full({2}, 1, at::kFloat), "x").done());
+}
+
+}  // namespace
+}  // namespace poise::comm
