@@ -9,6 +9,7 @@ class Bug(RuntimeError): ...
 class Error(RuntimeError): ...
 
 import torch
+import torch.distributed.distributed_c10d
 import typing
 
 __all__: list[str] = [
@@ -20,6 +21,7 @@ __all__: list[str] = [
     "Error",
     "EverythingRecomputed",
     "ForwardScope",
+    "Group",
     "Ledger",
     "OptimizerFlats",
     "Permutation",
@@ -31,8 +33,12 @@ __all__: list[str] = [
     "cli_run",
     "cpu_isa",
     "cuda_snapshot",
+    "fake_group",
     "format_bytes",
+    "from_environment",
+    "from_process_group",
     "log_write",
+    "one_rank",
     "optimizer_stage",
     "parse_bytes",
     "recompute",
@@ -203,6 +209,59 @@ class Ledger:
     @budget.setter
     def budget(self, arg1: typing.SupportsInt | str | None) -> None: ...
 
+class Group:
+    """
+    This rank's end of a group of ranks.
+
+    A failure of any rank ends the group: what waits, and every later call,
+    raises poise.Error with its message.
+    """
+    def abort(self, message: str) -> None:
+        """
+        Ends the group on every rank with this message.
+        """
+    def all_gather_text(self, text: str, what: str = "text") -> list[str]:
+        """
+        Each rank's text, by rank.
+        """
+    def barrier(self, what: str = "barrier") -> None:
+        """
+        Returns when every rank has called it. `what` names it in errors.
+        """
+    def check(self) -> None:
+        """
+        Raises the group's failure, if there is one.
+        """
+    def reset_traffic(self) -> None:
+        """
+        Counts from zero.
+        """
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """
+        Calls and bytes sent in theory since the last reset_traffic(), by kind
+        of collective.
+        """
+    @property
+    def backend(self) -> str:
+        """
+        "one rank", "gloo", "nccl" or "fake".
+        """
+    @property
+    def device(self) -> torch.device:
+        """
+        Where its tensors live.
+        """
+    @property
+    def rank(self) -> int:
+        """
+        Of this process, from 0.
+        """
+    @property
+    def size(self) -> int:
+        """
+        Number of ranks.
+        """
+
 class _Packed:
     pass
 
@@ -348,14 +407,38 @@ def cuda_snapshot(device: typing.SupportsInt = 0) -> Snapshot:
     A GPU's figures from torch's caching allocator, all under "other".
     """
 
+def fake_group(rank: typing.SupportsInt, size: typing.SupportsInt, device: torch.device) -> Group:
+    """
+    A rank of a world that is not there.
+    """
+
 def format_bytes(bytes: typing.SupportsInt) -> str:
     """
     A number of bytes for people: "1.50 GiB".
     """
 
+def from_environment(timeout: typing.SupportsFloat) -> Group:
+    """
+    The group that torchrun, Slurm or mpirun started this process for.
+    """
+
+def from_process_group(
+    group: torch.distributed.distributed_c10d.ProcessGroup,
+    device: torch.device,
+    timeout: typing.SupportsFloat,
+) -> Group:
+    """
+    Around a process group of torch.distributed.
+    """
+
 def log_write(level: typing.SupportsInt, line: str) -> None:
     """
     Writes one line to the runtime's log (0 debug, 1 info, 2 warning, 3 error).
+    """
+
+def one_rank(device: torch.device) -> Group:
+    """
+    A group of this process alone.
     """
 
 def optimizer_stage(

@@ -14,7 +14,7 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise import checkpointing, data, memory  # noqa: E402  (after the check)
+from poise import checkpointing, comm, data, memory  # noqa: E402  (after the check)
 from poise._C import Bug, Config, Error, StepResult  # noqa: E402
 from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
@@ -42,6 +42,7 @@ __all__ = [
     "__version__",
     "checkpointing",
     "chunked_cross_entropy",
+    "comm",
     "data",
     "memory",
 ]

@@ -1,0 +1,52 @@
+"""Groups of ranks: what an engine of several processes talks over.
+
+torch.distributed.init_process_group("gloo")
+group = poise.comm.from_process_group(torch.distributed.group.WORLD)
+
+or, where torchrun, Slurm or mpirun started the process, without torch.distributed:
+
+group = poise.comm.from_environment()
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from poise import _C
+from poise._C import Group
+
+__all__ = ["Group", "fake", "from_environment", "from_process_group", "one_rank"]
+
+_HALF_AN_HOUR = 1800.0
+
+
+def one_rank(device: torch.device | str = "cpu") -> Group:
+    """A group of this process alone."""
+    return _C.one_rank(torch.device(device))
+
+
+def from_process_group(
+    group: ProcessGroup,
+    device: torch.device | str = "cpu",
+    timeout: float = _HALF_AN_HOUR,
+) -> Group:
+    """Around a process group of torch.distributed: gloo for the CPU, NCCL for a GPU.
+
+    timeout: seconds that a rank waits for its peers, which may be slow but alive. One that died
+    or failed is noticed within 15 seconds whatever the timeout.
+    """
+    return _C.from_process_group(group, torch.device(device), timeout)
+
+
+def from_environment(timeout: float = _HALF_AN_HOUR) -> Group:
+    """The group that torchrun, Slurm or mpirun started this process for; else one rank.
+
+    NCCL where every rank has a GPU of its own on its machine, else gloo.
+    """
+    return _C.from_environment(timeout)
+
+
+def fake(rank: int, size: int, device: torch.device | str = "cpu") -> Group:
+    """Rank `rank` of a world of `size` that is not there; counts and moves nothing."""
+    return _C.fake_group(rank, size, torch.device(device))

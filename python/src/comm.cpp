@@ -1,0 +1,103 @@
+// Groups of ranks in Python. Everything that waits for other ranks does so without the GIL.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "poise/comm.h"
+#include "poise/error.h"
+
+namespace py = pybind11;
+
+namespace poise::python {
+namespace {
+
+using comm::Group;
+using GroupPtr = std::shared_ptr<Group>;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+// A group waits for its threads when it goes, and the last to hold it may be Python or an engine.
+GroupPtr dropped_without_gil(GroupPtr group) {
+  Group* raw = group.get();
+  return GroupPtr(raw, [group = std::move(group)](Group*) mutable {
+    if (PyGILState_Check()) {
+      const py::gil_scoped_release release;
+      group.reset();
+    } else {
+      group.reset();
+    }
+  });
+}
+
+comm::Options options_of(double timeout) {
+  if (!(timeout > 0) || timeout > 1e9) {
+    fail("comm", "a timeout of ", timeout, " s; use a number of seconds above 0");
+  }
+  return {.timeout = std::chrono::milliseconds(std::llround(std::ceil(timeout * 1000)))};
+}
+
+GroupPtr from_process_group(c10::intrusive_ptr<::c10d::ProcessGroup> group,
+                            const c10::Device& device, double timeout) {
+  return dropped_without_gil(
+      comm::from_process_group(std::move(group), device, options_of(timeout)));
+}
+
+GroupPtr from_environment(double timeout) {
+  return dropped_without_gil(comm::from_environment(options_of(timeout)));
+}
+
+std::map<std::string, std::map<std::string, std::int64_t>> traffic_of(const Group& group) {
+  const comm::Traffic traffic = group.traffic();
+  std::map<std::string, std::map<std::string, std::int64_t>> named;
+  for (int i = 0; i < comm::kKinds; ++i) {
+    const auto kind = static_cast<std::size_t>(i);
+    named[comm::name_of(static_cast<comm::Kind>(i))] = {{"calls", traffic.calls[kind]},
+                                                        {"bytes", traffic.bytes[kind]}};
+  }
+  return named;
+}
+
+}  // namespace
+
+void bind_comm(py::module_& module) {
+  py::module_::import("torch.distributed");  // knows ProcessGroup
+
+  py::class_<Group, GroupPtr>(
+      module, "Group",
+      "This rank's end of a group of ranks.\n\n"
+      "A failure of any rank ends the group: what waits, and every later call,\n"
+      "raises poise.Error with its message.")
+      .def_property_readonly("rank", &Group::rank, "Of this process, from 0.")
+      .def_property_readonly("size", &Group::size, "Number of ranks.")
+      .def_property_readonly("device", &Group::device, "Where its tensors live.")
+      .def_property_readonly("backend", &Group::backend,
+                             "\"one rank\", \"gloo\", \"nccl\" or \"fake\".")
+      .def("barrier", &Group::barrier, py::arg("what") = "barrier", WithoutGil(),
+           "Returns when every rank has called it. `what` names it in errors.")
+      .def("all_gather_text", &Group::all_gather_text, py::arg("text"), py::arg("what") = "text",
+           WithoutGil(), "Each rank's text, by rank.")
+      .def("traffic", &traffic_of,
+           "Calls and bytes sent in theory since the last reset_traffic(), by kind\n"
+           "of collective.")
+      .def("reset_traffic", &Group::reset_traffic, "Counts from zero.")
+      .def("check", &Group::check, "Raises the group's failure, if there is one.")
+      .def("abort", &Group::abort, py::arg("message"), WithoutGil(),
+           "Ends the group on every rank with this message.");
+
+  module.def("one_rank", &comm::one_rank, py::arg("device"), "A group of this process alone.");
+  module.def("from_process_group", &from_process_group, py::arg("group"), py::arg("device"),
+             py::arg("timeout"), WithoutGil(), "Around a process group of torch.distributed.");
+  module.def("from_environment", &from_environment, py::arg("timeout"), WithoutGil(),
+             "The group that torchrun, Slurm or mpirun started this process for.");
+  module.def("fake_group", &comm::fake, py::arg("rank"), py::arg("size"), py::arg("device"),
+             "A rank of a world that is not there.");
+}
+
+}  // namespace poise::python
