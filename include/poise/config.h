@@ -83,6 +83,23 @@ struct MemoryPolicy {
   std::int64_t budget_bytes = 0;  // 0: no limit
 };
 
+enum class Reduce {
+  automatic,  // last at stages 0 and 1, every at stages 2 and 3
+  last,       // gradients are joined once per window, in its last micro-batch
+  every,      // in every micro-batch: whole gradients never pile up
+};
+
+// Sharding over ranks; with one rank nothing is sharded.
+struct ZeroPolicy {
+  std::int64_t stage = 0;  // 1: optimizer states, 2: and gradients
+  Reduce reduce = Reduce::automatic;
+  bool overlap = true;  // gradients travel while backward goes on
+};
+
+struct CommPolicy {
+  double timeout_seconds = 1800;  // a wait for other ranks ends here with an error
+};
+
 enum class NonFinite { skip, stop };
 
 struct EnginePolicy {
@@ -124,6 +141,9 @@ struct TrainPolicy {
 // (micro_batch_size x ranks), else 1. Throws Error where that does not divide or contradicts.
 POISE_API std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks = 1);
 
+// Whether gradients are joined in every micro-batch.
+POISE_API bool reduces_every_micro_batch(const ZeroPolicy& zero);
+
 // "20GiB", "512MiB", "1.5GB", "1048576" -> bytes; false where the text is none of these.
 POISE_API bool read_bytes(const std::string& text, std::int64_t& bytes);
 
@@ -139,6 +159,8 @@ struct POISE_API Config {
   config::SchedulePolicy schedule;
   config::CheckpointingPolicy checkpointing;
   config::MemoryPolicy memory;
+  config::ZeroPolicy zero;
+  config::CommPolicy comm;
   config::EnginePolicy engine;
   config::ModelPolicy model;
   config::DataPolicy data;

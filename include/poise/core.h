@@ -65,6 +65,9 @@ class POISE_API ParamTable {
   const std::vector<Entry>& entries() const { return entries_; }
   const std::vector<Flat>& flats() const { return flats_; }
   const std::vector<std::string>& units() const { return units_; }
+  // The unit of the parameters that the view's units leave over, used before and after them; -1
+  // where there is none, or nothing else.
+  int rest_unit() const { return rest_unit_; }
   // Index of the entry with this name or alias; throws Error naming the nearest known one.
   int find(const std::string& name) const;
   // FNV-1a over names, shapes, dtypes, units and offsets: equal tables, equal hash.
@@ -74,6 +77,7 @@ class POISE_API ParamTable {
   std::vector<Entry> entries_;
   std::vector<Flat> flats_;
   std::vector<std::string> units_;
+  int rest_unit_ = -1;
 };
 
 enum class Status {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "poise/comm.h"
 #include "poise/config.h"
 #include "poise/core.h"
 #include "poise/export.h"
@@ -61,14 +62,19 @@ class POISE_API Engine {
   // and casts them to config.precision.parameters; masters are made from the values before the
   // cast. Throws Error: no trainable parameter, overlapping parameters, several devices, a hook on
   // a parameter that cannot be honoured.
-  Engine(const ModelView& model, const Config& config);
+  // `group`: the ranks that train together, each with an Engine of the same model and settings
+  // (else Error); all take rank 0's parameters and buffers. Null: one rank. Calls marked "all
+  // ranks" must then be made by all of them, in the same order. A failure on one rank ends the
+  // group: every rank's next wait throws its message.
+  Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group = {});
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One update from `count` micro-batches. `counts`, needed only by losses with several terms: the
-  // window's total count of the main loss and of each term. An exception from `loss` keeps its type
-  // and discards the window; the engine stays usable.
+  // One update from `count` micro-batches (all ranks; counts may differ, and be 0 on some).
+  // `counts`, needed only by losses with several terms: the window's total count of the main loss
+  // and of each term. An exception from `loss` keeps its type and discards the window; the engine
+  // stays usable.
   StepResult step(std::size_t count, const LossFn& loss, const std::vector<double>& counts = {});
 
   // The same over a range of batches: loss(batch) -> Loss or Tensor.
@@ -102,20 +108,22 @@ class POISE_API Engine {
   void discard_window();  // drops what was accumulated since the last step
 
   // Optional, before step(): sums and statistics of the window. After it gradient(name) is the mean
-  // unscaled unclipped gradient, fp32, a view that may be written (norm and flags are then made
-  // anew).
+  // unscaled unclipped gradient, fp32, a copy that may be written: step() then takes it back and
+  // makes norm and flags anew. All ranks; over several they must write the same.
   void begin_update();
   at::Tensor gradient(const std::string& name);
 
   // Tells the engine that a parameter was edited through .data (other edits are noticed).
   void refresh(const std::string& name);
 
-  // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it.
+  // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it. All ranks;
+  // a copy where masters are sharded.
   at::Tensor master(const std::string& name) const;
 
   const Config& config() const;
   const ParamTable& table() const;
   const memory::Ledger& ledger() const;
+  comm::Group& group() const;
   double learning_rate() const;  // of the next update, group 0's multiplier 1
   double loss_scale() const;
   std::int64_t updates() const;  // applied updates (the schedule counts these)

@@ -162,6 +162,18 @@ std::vector<Key<Config>> make_keys() {
 
       key(POISE_FIELD(memory.budget_bytes), byte_count(), "the run may not hold more; 0: no limit"),
 
+      key(POISE_FIELD(zero.stage), integer(0, 2),
+          "what is sharded over ranks; 0: nothing, 1: optimizer states, 2: gradients too"),
+      key(POISE_FIELD(zero.reduce),
+          enumeration<Reduce>(
+              {{"auto", Reduce::automatic}, {"last", Reduce::last}, {"every", Reduce::every}}),
+          "when gradients are joined over ranks: once per window, or in every micro-batch; auto: "
+          "last at stages 0 and 1, every at stage 2"),
+      key(POISE_FIELD(zero.overlap), flag(), "gradients travel while backward goes on"),
+
+      key(POISE_FIELD(comm.timeout_seconds), number({.low = 0, .ends = Ends::open_low}),
+          "a wait for other ranks ends after this with an error"),
+
       key(POISE_FIELD(engine.loss_weighting),
           enumeration<LossWeighting>({{"tokens", LossWeighting::tokens},
                                       {"micro_batch_mean", LossWeighting::micro_batch_mean}}),
@@ -215,6 +227,8 @@ const std::vector<Section>& sections() {
       {"schedule", "The learning rate over the run; it counts applied updates."},
       {"checkpointing", "Less memory between forward and backward for a second forward."},
       {"memory", "The budget."},
+      {"zero", "Sharding over ranks (ZeRO). With one rank nothing is sharded."},
+      {"comm", "The group of ranks; which ranks there are comes from the launcher."},
       {"engine", "How losses are joined, what bad numbers do, the seed."},
       {"model", "The model that `poise train` builds."},
       {"data", "What `poise train` reads."},

@@ -99,6 +99,22 @@ void check_checkpointing(const CheckpointingPolicy& checkpointing) {
   }
 }
 
+void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
+  if (zero.stage <= 1 && zero.reduce == Reduce::every) {
+    fail("config", "zero.reduce is every at zero.stage ", zero.stage,
+         ", which keeps whole gradients anyway; use stage 2, or reduce last");
+  }
+  if (zero.stage == 2 && zero.reduce == Reduce::last) {
+    fail("config",
+         "zero.reduce is last at zero.stage 2, which then would keep whole gradients for the "
+         "window; use stage 1, or reduce every");
+  }
+  if (zero.stage >= 1 && !precision.fp32_accumulation) {
+    fail("config", "zero.stage ", zero.stage,
+         " sums gradients in fp32; set precision.fp32_accumulation, or stage 0");
+  }
+}
+
 void check_model(const ModelPolicy& model) {
   if (model.width % model.heads != 0) {
     fail("config", "model.width ", model.width, " is no multiple of model.heads ", model.heads,
@@ -116,6 +132,10 @@ void check_train(const TrainPolicy& train) {
 }
 
 }  // namespace
+
+bool reduces_every_micro_batch(const ZeroPolicy& zero) {
+  return zero.reduce == Reduce::every || (zero.reduce == Reduce::automatic && zero.stage >= 2);
+}
 
 std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks) {
   if (batch.global_batch_size == 0) return std::max<std::int64_t>(batch.accumulation, 1);
@@ -142,6 +162,7 @@ void Config::validate() const {
   config::check_optimizer(optimizer);
   config::check_schedule(schedule, train.max_updates);
   config::check_checkpointing(checkpointing);
+  config::check_zero(zero, precision);
   config::check_model(model);
   config::check_train(train);
 }

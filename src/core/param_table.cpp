@@ -133,6 +133,7 @@ ParamTable::ParamTable(const ModelView& model) {
   for (std::size_t i = 0; i < found.size(); ++i) place(static_cast<int>(i), rest);
   if (std::any_of(found.begin(), found.end(), [&](const Entry& e) { return e.unit == rest; })) {
     units_.push_back("rest");
+    if (rest > 0) rest_unit_ = rest;
   }
 
   std::map<std::tuple<int, at::ScalarType, bool>, int> flat_of;

@@ -1,4 +1,5 @@
 // Stop 0: puts an engine together, once.
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <fnmatch.h>
 
@@ -59,28 +60,32 @@ void refuse_patterns_without_match(const ParamTable& table, const config::Optimi
 }  // namespace
 
 OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
-                          const config::OptimizerPolicy& policy, const optim::Optimizer& optimizer,
-                          const memory::Ledger& ledger) {
+                          const zero::Shards& shards, const config::OptimizerPolicy& policy,
+                          const optim::Optimizer& optimizer, const memory::Ledger& ledger) {
   refuse_patterns_without_match(table, policy);
   OptimizerSpans made;
   for (std::size_t f = 0; f < table.flats().size(); ++f) {
     const auto& layout = table.flats()[f];
     if (!layout.trainable) continue;
-    const auto& tensors = store.flat(static_cast<int>(f));
+    const int flat = static_cast<int>(f);
+    const auto& tensors = store.flat(flat);
+    const auto optimized = shards.optimized(flat);
     optim::Span span;
     span.master = tensors.master;
-    if (!tensors.master.is_same(tensors.values)) span.low = tensors.values;
-    span.gradient = tensors.accumulator;
+    if (tensors.own_master) span.low = store.optimized_values(flat);
+    span.gradient = store.optimized_gradient(flat);
     memory::AccountScope scope(ledger, memory::Account::optimizer);
     for (int m = 0; m < optimizer.num_moments(); ++m)
       span.moments.push_back(at::zeros_like(tensors.master));
     for (const int e : layout.entries) {
       const auto& entry = table.entries()[static_cast<std::size_t>(e)];
-      if (entry.numel == 0) continue;
-      span.segments.push_back({entry.offset, entry.offset + entry.numel,
-                               index_of(made.groups, group_of(entry, policy))});
+      const int group = index_of(made.groups, group_of(entry, policy));
+      const auto part = zero::overlap({entry.offset, entry.offset + entry.numel}, optimized);
+      if (part.size() == 0) continue;
+      span.segments.push_back({part.begin - optimized.begin, part.end - optimized.begin, group});
     }
     made.spans.push_back(std::move(span));
+    made.flats.push_back(flat);
   }
   if (made.spans.empty()) {
     fail("engine", "no parameter of the model is trainable; set requires_grad on those to train");
@@ -97,6 +102,42 @@ const Config& validated(const Config& config) {
   return config;
 }
 
+std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const ModelView& model,
+                                       const Config& config) {
+  if (model.parameters.empty() || !model.parameters.front().tensor.defined()) {
+    return given ? given : comm::one_rank();  // refused by name a little later
+  }
+  const auto device = model.parameters.front().tensor.device();
+  if (!given) return comm::one_rank(device);
+  if (given->size() == 1) return given;
+  if (given->device().type() != device.type()) {
+    fail("engine", "the model is on ", device, " and the group of ranks carries tensors of ",
+         given->device(), " (", given->backend(), "); use a group for the model's device");
+  }
+  if (!config.precision.fp32_accumulation) {
+    fail("engine", "precision.fp32_accumulation is off in a group of ", given->size(),
+         " ranks; gradients are summed over ranks in fp32: set it on");
+  }
+  return given;
+}
+
+ParamTable agreed(ParamTable table, const Config& config, comm::Group& group) {
+  if (group.size() > 1) engine::check_ranks_agree(group, table, config);
+  return table;
+}
+
+// All ranks start from rank 0's buffers, as from its parameters.
+void share_buffers(const ModelView& model, comm::Group& group) {
+  if (group.size() == 1) return;
+  at::NoGradGuard no_grad;
+  for (const auto& buffer : model.buffers) {
+    if (buffer.tensor.numel() == 0) continue;
+    auto values = buffer.tensor.detach().contiguous();
+    group.broadcast(values.reshape({-1}).view(at::kByte), 0, buffer.name).wait();
+    buffer.tensor.detach().copy_(values);
+  }
+}
+
 memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy) {
   ledger.set_budget(policy.budget_bytes);
   return ledger;
@@ -104,17 +145,22 @@ memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& 
 
 }  // namespace
 
-Engine::Impl::Impl(const ModelView& model, const Config& wanted)
+Engine::Impl::Impl(const ModelView& model, const Config& wanted, std::shared_ptr<comm::Group> ranks)
     : config(validated(wanted)),
-      accumulation(config::accumulation(config.batch)),
-      table(model),
-      store(model, table, config.precision, with_budget(ledger, config.memory)),
-      gradients(table, store),
+      group(group_for(std::move(ranks), model, config)),
+      accumulation(config::accumulation(config.batch, group->size())),
+      table(agreed(ParamTable(model), config, *group)),
+      shards(table, config.zero, group->rank(), group->size()),
+      store(model, table, config.precision, shards, *group, with_budget(ledger, config.memory)),
+      gradients(table, store, shards, *group, config.zero, ledger),
       optimizer(optim::make_optimizer(config.optimizer)),
-      optimizer_spans(engine::make_spans(table, store, config.optimizer, *optimizer, ledger)),
+      optimizer_spans(
+          engine::make_spans(table, store, shards, config.optimizer, *optimizer, ledger)),
       scaler(config.precision),
-      loss_weights(config.engine.loss_weighting, scales_loss(),
-                   store.parameters().front().device()),
-      device(store.parameters().front().device()) {}
+      loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
+                   *group),
+      device(store.parameters().front().device()) {
+  share_buffers(model, *group);
+}
 
 }  // namespace poise

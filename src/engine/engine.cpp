@@ -9,25 +9,11 @@ namespace poise {
 
 using engine::WindowState;
 
-Engine::Engine(const ModelView& model, const Config& config)
-    : impl_(std::make_unique<Impl>(model, config)) {}
+Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group)
+    : impl_(std::make_unique<Impl>(model, config, std::move(group))) {}
 Engine::~Engine() = default;
 
 namespace {
-
-// Discards the window unless it went well; the exception keeps its type.
-class WindowGuard {
- public:
-  explicit WindowGuard(Engine& engine) : engine_(engine) {}
-  ~WindowGuard() {
-    if (!done_) engine_.discard_window();
-  }
-  void done() { done_ = true; }
-
- private:
-  Engine& engine_;
-  bool done_ = false;
-};
 
 void stop_on_nonfinite(const Config& config, const StepResult& result) {
   if (config.engine.on_nonfinite != config::NonFinite::stop) return;
@@ -51,14 +37,22 @@ StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector
          " micro-batches of an open window; close it with step(Last::yes) or discard_window() "
          "first");
   }
-  if (count == 0) fail("engine", "the window has no micro-batches; pass at least one");
-  WindowGuard guard(*this);
-  impl_->open_window(counts);
-  for (std::size_t i = 0; i < count; ++i) {
-    impl_->backward(impl_->forward([&] { return loss(i); }), i + 1 == count);
+  if (count == 0 && impl_->group->size() == 1) {
+    fail("engine", "the window has no micro-batches; pass at least one");
   }
-  const auto result = impl_->close_window();
-  guard.done();
+  const auto result = impl_->guarded([&] {
+    impl_->open_window(counts);
+    const auto position = [](std::size_t i, std::size_t of) {
+      return i + 1 == of ? zero::MicroBatch::last : zero::MicroBatch::inner;
+    };
+    const auto most = impl_->most_micro_batches(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      impl_->backward(impl_->forward([&] { return loss(i); }), position(i, count));
+    }
+    if (count < most) impl_->loss_weights.agree_without_micro_batch();
+    for (auto i = count; i < most; ++i) impl_->gradients.follow_micro_batch(position(i, most));
+    return impl_->close_window();
+  });
   stop_on_nonfinite(impl_->config, result);
   return result;
 }
@@ -78,7 +72,8 @@ Engine::ForwardScope::~ForwardScope() = default;
 
 // A forward without gradients is an evaluation: it belongs to no window.
 Engine::ForwardScope Engine::forward_scope() {
-  if (!at::GradMode::is_enabled()) return ForwardScope(std::make_unique<ForwardScope::Impl>(*impl_));
+  if (!at::GradMode::is_enabled())
+    return ForwardScope(std::make_unique<ForwardScope::Impl>(*impl_));
   if (impl_->state == WindowState::summed) {
     fail("engine", "a forward came after begin_update(); call step() first");
   }
@@ -102,10 +97,12 @@ void Engine::backward(const Loss& loss) {
     fail("engine", "backward() came for micro-batch ", impl_->micro_batches + 1, " of a window of ",
          impl_->accumulation, "; call step() at the boundary (is_boundary() tells)");
   }
-  WindowGuard guard(*this);
-  if (impl_->state == WindowState::closed) impl_->open_window({});
-  impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation);
-  guard.done();
+  impl_->guarded([&] {
+    if (impl_->state == WindowState::closed) impl_->open_window({});
+    impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation
+                              ? zero::MicroBatch::last
+                              : zero::MicroBatch::inner);
+  });
 }
 
 bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumulation; }
@@ -121,9 +118,7 @@ StepResult Engine::step(Last last) {
     fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->accumulation,
          " micro-batches; call it at the boundary, or with Last::yes to close a shorter window");
   }
-  WindowGuard guard(*this);
-  const auto result = impl_->close_window();
-  guard.done();
+  const auto result = impl_->guarded([&] { return impl_->close_window(); });
   stop_on_nonfinite(impl_->config, result);
   return result;
 }
@@ -135,7 +130,7 @@ void Engine::begin_update() {
     fail("engine", "begin_update() was called without an open window; call backward(loss) first");
   }
   engine::Stopwatch watch(impl_->times.update_seconds);
-  impl_->sum_up();
+  impl_->guarded([&] { impl_->sum_up(); });
   impl_->state = WindowState::summed;
 }
 
@@ -150,7 +145,7 @@ at::Tensor Engine::gradient(const std::string& name) {
   const auto lent = impl_->lent.find(entry);
   if (lent != impl_->lent.end()) return lent->second.gradient;
   memory::AccountScope scope(impl_->ledger, memory::Account::gradients);
-  const auto sum = impl_->store.view_of(entry, impl_->store.flat(place.flat).accumulator);
+  const auto sum = impl_->store.view_of(entry, impl_->store.whole_gradient(place.flat));
   const double tokens = impl_->sums.totals.tokens;
   auto mean = sum.to(at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
   impl_->lent[entry] = {mean, mean.clone()};
@@ -161,14 +156,15 @@ void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->tabl
 
 at::Tensor Engine::master(const std::string& name) const {
   const int entry = impl_->table.find(name);
-  const auto& tensors =
-      impl_->store.flat(impl_->table.entries()[static_cast<std::size_t>(entry)].flat);
-  return impl_->store.view_of(entry, tensors.master.defined() ? tensors.master : tensors.values);
+  const int flat = impl_->table.entries()[static_cast<std::size_t>(entry)].flat;
+  memory::AccountScope scope(impl_->ledger, memory::Account::other);
+  return impl_->store.view_of(entry, impl_->store.whole_master(flat));
 }
 
 const Config& Engine::config() const { return impl_->config; }
 const ParamTable& Engine::table() const { return impl_->table; }
 const memory::Ledger& Engine::ledger() const { return impl_->ledger; }
+comm::Group& Engine::group() const { return *impl_->group; }
 double Engine::learning_rate() const { return impl_->learning_rate(); }
 double Engine::loss_scale() const { return impl_->scaler.scale(); }
 std::int64_t Engine::updates() const { return impl_->updates; }

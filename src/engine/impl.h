@@ -2,14 +2,18 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <map>
+#include <memory>
 
 #include "engine/loss_weights.h"
+#include "poise/comm.h"
 #include "poise/engine.h"
 #include "poise/optim.h"
 #include "poise/precision.h"
 #include "zero/flat_store.h"
 #include "zero/gradients.h"
+#include "zero/shards.h"
 
 namespace poise {
 
@@ -24,11 +28,12 @@ struct Group {
 // The optimizer's spans, one for each trainable flat, and the groups their segments refer to.
 struct OptimizerSpans {
   std::vector<optim::Span> spans;
+  std::vector<int> flats;  // of each span
   std::vector<Group> groups;
 };
 OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
-                          const config::OptimizerPolicy& policy, const optim::Optimizer& optimizer,
-                          const memory::Ledger& ledger);
+                          const zero::Shards& shards, const config::OptimizerPolicy& policy,
+                          const optim::Optimizer& optimizer, const memory::Ledger& ledger);
 
 enum class WindowState {
   closed,  // no micro-batch since the last update
@@ -43,6 +48,14 @@ struct Sums {
   Status status = Status::applied;
   std::string first_bad_parameter;
 };
+
+// Rank `rank`'s row of each group's numbers at [rank * row.size()]; blocks.
+std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
+                                const char* what);
+
+// Throws Error on every rank, naming the first difference, unless all ranks have the same model and
+// settings.
+void check_ranks_agree(comm::Group& group, const ParamTable& table, const Config& config);
 
 // Pops what a failed backward left in this thread's autograd queue (its gradient buffers).
 void drain_autograd_queue();
@@ -64,15 +77,30 @@ class Stopwatch {
 }  // namespace engine
 
 struct Engine::Impl {
-  Impl(const ModelView& model, const Config& config);
+  Impl(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group);
 
   // The stops, in order; train_step.cpp.
   void open_window(const std::vector<double>& counts);
   Loss forward(const std::function<Loss()>& loss);
-  void backward(const Loss& loss, bool last);
+  void backward(const Loss& loss, zero::MicroBatch position);
   void sum_up();
   StepResult close_window();
   void discard_window();
+
+  // Runs `call`; where it throws, the window is discarded and the other ranks are told.
+  template <class Call>
+  auto guarded(Call&& call) {
+    try {
+      return call();
+    } catch (...) {
+      give_up_window(std::current_exception());
+      throw;
+    }
+  }
+  void give_up_window(const std::exception_ptr& reason) noexcept;
+  // The largest number of micro-batches of any rank, where ranks must know it.
+  std::size_t most_micro_batches(std::size_t mine);
+  void gather_gradients();
 
   double clip_factor(double grad_norm) const;
   double unscale_factor(double tokens) const;
@@ -83,8 +111,10 @@ struct Engine::Impl {
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
+  const std::shared_ptr<comm::Group> group;
   const std::int64_t accumulation;  // micro-batches of a full window
   const ParamTable table;
+  const zero::Shards shards;
   memory::Ledger ledger;
   zero::FlatStore store;
   zero::Gradients gradients;

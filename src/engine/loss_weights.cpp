@@ -2,6 +2,7 @@
 #include "engine/loss_weights.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -60,8 +61,9 @@ void check_value(const at::Tensor& value, bool scalar) {
 
 }  // namespace
 
-LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device device)
-    : weighting_(weighting), fp16_(fp16) {
+LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device device,
+                         comm::Group& group)
+    : weighting_(weighting), fp16_(fp16), group_(group) {
   sums_ = at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
@@ -150,6 +152,19 @@ at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale,
   return at::where(part.count > 0, weighted, at::zeros({}, weighted.options()));
 }
 
+void LossWeights::agree_on_q(double count) {
+  if (fp16_ && group_.size() > 1) {
+    const auto on_device = at::full({1}, count, sums_.options());
+    group_.broadcast(on_device, 0, "tokens of the first micro-batch").wait();
+    count = on_device.item<double>();
+  }
+  q_ = count > 1 ? static_cast<int>(std::ceil(std::log2(count))) : 0;
+}
+
+void LossWeights::agree_without_micro_batch() {
+  if (!q_) agree_on_q(0);
+}
+
 at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
   if (!loss.terms.empty() && counts_.size() != 1 + loss.terms.size()) {
     fail("engine", "a loss with ", loss.terms.size(),
@@ -159,11 +174,7 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
          "); pass counts to step() or begin_window()");
   }
   const auto main = part_of(loss.value, loss.kind, loss.count, false);
-  if (!q_) {
-    q_ = 0;
-    const double n = fp16_ ? main.count.item<double>() : 1.0;  // one read per run
-    if (n > 1) q_ = static_cast<int>(std::ceil(std::log2(n)));
-  }
+  if (!q_) agree_on_q(fp16_ ? main.count.item<double>() : 1.0);  // one read per run
   auto total = weigh_part(main, 1.0, scale, kTokenSlot);
   for (std::size_t t = 0; t < loss.terms.size(); ++t) {
     const auto& term = loss.terms[t];
@@ -181,9 +192,13 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
   return total;
 }
 
-LossWeights::Totals LossWeights::totals() const {
+std::vector<double> LossWeights::sums() const {
   const auto host = sums_.cpu();
-  const auto* sums = host.const_data_ptr<double>();
+  const auto* first = host.const_data_ptr<double>();
+  return {first, first + host.numel()};
+}
+
+LossWeights::Totals LossWeights::totals(const std::vector<double>& sums) const {
   Totals totals;
   totals.tokens = sums[kTokenSlot];
   totals.loss = totals.tokens > 0 ? sums[kLossSlot] / totals.tokens : 0.0;
@@ -193,7 +208,7 @@ LossWeights::Totals LossWeights::totals() const {
       fail("engine", "the window was announced with ", counts_[i], " tokens for ",
            i == 0 ? std::string("its main loss") : join("term ", i),
            ", but its micro-batches counted ", sums[kTokenSlot + i],
-           "; pass the totals over all micro-batches of the window");
+           "; pass the totals over all micro-batches of the window, of all ranks");
     }
   }
   return totals;

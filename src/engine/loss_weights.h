@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "poise/comm.h"
 #include "poise/config.h"
 #include "poise/engine.h"
 
@@ -18,8 +19,8 @@ namespace poise::engine {
 
 class LossWeights {
  public:
-  // `fp16`: whether q is read from the first micro-batch.
-  LossWeights(config::LossWeighting weighting, bool fp16, at::Device device);
+  // `fp16`: whether q is read from the first micro-batch, that of rank 0 for all ranks.
+  LossWeights(config::LossWeighting weighting, bool fp16, at::Device device, comm::Group& group);
 
   // `counts`: totals of the window for the main loss and each term; empty where there are no terms.
   void begin_window(std::vector<double> counts);
@@ -32,8 +33,13 @@ class LossWeights {
     double tokens = 0;  // N
     double loss = 0;    // mean over N; NaN or inf where a micro-batch's was
   };
-  // Reads the sums (the window's host sync). Throws Error where begin_window's counts were wrong.
-  Totals totals() const;
+  // This rank's sums over the window, read from the device: loss, N, counts of the terms.
+  std::vector<double> sums() const;
+  // What the sums over all ranks come to. Throws Error where begin_window's counts were wrong.
+  Totals totals(const std::vector<double>& sums) const;
+
+  // A rank that has no micro-batch in the run's first window takes part in agreeing on q.
+  void agree_without_micro_batch();
 
   // Makes a gradient sum a mean: 2^q / N.
   double mean_factor(double tokens) const;
@@ -48,10 +54,12 @@ class LossWeights {
     bool is_mean = true;
   };
   Part part_of(const at::Tensor& value, Loss::Kind kind, const at::Tensor& count, bool is_term);
+  void agree_on_q(double count);
   at::Tensor weigh_part(const Part& part, double share, double scale, std::size_t slot);
 
   config::LossWeighting weighting_;
   bool fp16_;
+  comm::Group& group_;
   std::optional<int> q_;
   std::vector<double> counts_;
   bool uncounted_noted_ = false;

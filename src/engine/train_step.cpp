@@ -5,6 +5,9 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <cmath>
 #include <thread>
 
@@ -42,20 +45,26 @@ Loss Engine::Impl::forward(const std::function<Loss()>& loss) {
 }
 
 // Stops 6 and 7: weighted, scaled, backward; hooks take the gradients as they come.
-void Engine::Impl::backward(const Loss& loss, bool last) {
+void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   RECORD_USER_SCOPE("poise::backward");
   Stopwatch watch(times.backward_seconds);
   AccountScope scope(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   const auto weighted = loss_weights.weigh(loss, scaler.scale());
   ++micro_batches;
-  if (!weighted.defined()) return;  // counted nothing
+  if (!weighted.defined()) {  // counted nothing
+    gradients.follow_micro_batch(position);
+    return;
+  }
   if (weighted.device() != device) {
     fail("engine", "the loss is on ", weighted.device(), ", the parameters on ", device,
          "; move the batch to the model's device");
   }
-  zero::Gradients::Taking taking(gradients, last);
-  torch::autograd::backward({weighted}, {});
+  {
+    zero::Gradients::Taking taking(gradients, position);
+    torch::autograd::backward({weighted}, {});
+  }
+  gradients.end_micro_batch();
 }
 
 double Engine::Impl::unscale_factor(double tokens) const {
@@ -69,27 +78,55 @@ double Engine::Impl::clip_factor(double grad_norm) const {
   return std::min(1.0, limit / (grad_norm + 1e-6));
 }
 
-// Stop 8: N, status and norm; the window's one host sync.
+// This rank's share of stop 8: sums of its losses and counts, the squares of its shard's gradients
+// in entry order, and where they are not finite.
+struct Share {
+  enum Place { squares, bad_entry, micro_batches, first_sum };
+  static constexpr double kNone = -1;
+};
+
+// Stop 8: N, status and norm, the same on all ranks; the window's one host sync.
 void Engine::Impl::sum_up() {
   RECORD_USER_SCOPE("poise::sum_up");
   AccountScope scope(ledger, Account::other);
   at::NoGradGuard no_grad;
   sums = {};
-  sums.totals = loss_weights.totals();
+  loss_weights.agree_without_micro_batch();
   gradients.finish_window();
+  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches)};
   const auto squared = gradients.squared_norms().cpu();
   const auto* norms = squared.const_data_ptr<double>();
-  double total = 0;  // in entry order: the same bits for any number of threads
   for (std::size_t i = 0; i < table.entries().size(); ++i) {
-    total += norms[i];
-    if (!std::isfinite(norms[i]) && sums.first_bad_parameter.empty()) {
-      sums.first_bad_parameter = table.entries()[i].name;
+    row[Share::squares] += norms[i];
+    if (!std::isfinite(norms[i]) && row[Share::bad_entry] == Share::kNone) {
+      row[Share::bad_entry] = static_cast<double>(i);
     }
   }
+  for (const double sum : loss_weights.sums()) row.push_back(sum);
+  gather_gradients();
+
+  const auto rows = engine::gather_rows(*group, row, "sums of the window");
+  std::vector<double> joined(row.size(), 0.0);  // in rank order: the same bits on every rank
+  double bad_entry = Share::kNone;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    joined[i % row.size()] += rows[i];
+    if (i % row.size() == Share::bad_entry && rows[i] != Share::kNone &&
+        (bad_entry == Share::kNone || rows[i] < bad_entry)) {
+      bad_entry = rows[i];
+    }
+  }
+  if (joined[Share::micro_batches] == 0) {
+    fail("engine", "the window has no micro-batches on any rank; pass at least one");
+  }
+  if (bad_entry != Share::kNone) {
+    sums.first_bad_parameter = table.entries()[static_cast<std::size_t>(bad_entry)].name;
+  }
+  sums.totals = loss_weights.totals({joined.begin() + Share::first_sum, joined.end()});
   if (sums.totals.tokens == 0) {
     sums.status = Status::empty;
     return;
   }
+  const double total = joined[Share::squares];
   sums.grad_norm = std::sqrt(total) * unscale_factor(sums.totals.tokens);
   if (!std::isfinite(sums.totals.loss)) {
     sums.status = Status::nonfinite_loss;
@@ -98,31 +135,48 @@ void Engine::Impl::sum_up() {
   }
 }
 
+// Stage 0 over several ranks: the sums, joined by shards, become whole for everybody's optimizer.
+void Engine::Impl::gather_gradients() {
+  if (group->size() == 1 || shards.splits_optimizer()) return;
+  std::vector<Event> events;
+  for (const int flat : optimizer_spans.flats) events.push_back(store.gather_gradient(flat));
+  for (const auto& event : events) event.wait();
+}
+
 // Gradients that the user wrote after begin_update() go back into the accumulators, in their scale.
+// Over several ranks all ranks have the same ones lent, and sum up together.
 void Engine::Impl::take_edited_gradients() {
   at::NoGradGuard no_grad;
-  bool edited = false;
+  bool edited = group->size() > 1;
   for (auto& [entry, pair] : lent) {
     if (at::equal(pair.gradient, pair.original)) continue;
-    auto target = store.view_of(
-        entry, store.flat(table.entries()[static_cast<std::size_t>(entry)].flat).accumulator);
-    target.copy_(pair.gradient.to(at::kDouble).div(unscale_factor(sums.totals.tokens)));
-    gradients.invalidate_norm(entry);
+    store.write_gradient(entry,
+                         pair.gradient.to(at::kDouble).div(unscale_factor(sums.totals.tokens)));
+    gradients.make_norm(entry);
     edited = true;
   }
   lent.clear();
   if (edited) sum_up();
 }
 
-// Stop 10: new masters, moments and low-precision copies.
+// Stop 10: new masters, moments and low-precision copies; each rank's shard reaches the others
+// while the next one is updated.
 void Engine::Impl::apply(double factor) {
   RECORD_USER_SCOPE("poise::optimizer");
   AccountScope scope(ledger, Account::other);
   at::NoGradGuard no_grad;
   const auto groups = group_settings();
-  for (auto& span : optimizer_spans.spans) {
-    optimizer->apply(span, groups, updates + 1, factor, optimizer->stats(span, groups, factor));
+  std::vector<Event> gathers;
+  for (std::size_t i = 0; i < optimizer_spans.spans.size(); ++i) {
+    auto& span = optimizer_spans.spans[i];
+    const auto stats = optimizer->stats(span, groups, factor);
+    if (shards.splits_optimizer() && stats.defined() && stats.numel() > 0) {
+      group->all_reduce(stats, "statistics of the optimizer").wait();
+    }
+    optimizer->apply(span, groups, updates + 1, factor, stats);
+    if (shards.splits_optimizer()) gathers.push_back(store.gather_values(optimizer_spans.flats[i]));
   }
+  for (const auto& gather : gathers) gather.wait();
 }
 
 StepResult Engine::Impl::close_window() {
@@ -176,6 +230,33 @@ void Engine::Impl::discard_window() {
   lent.clear();
   gradients.start_window();
   engine::drain_autograd_queue();
+}
+
+namespace {
+std::string message_of(const std::exception_ptr& reason) {
+  try {
+    std::rethrow_exception(reason);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+}  // namespace
+
+// What fails on one rank is fatal to all: they would wait for it.
+void Engine::Impl::give_up_window(const std::exception_ptr& reason) noexcept {
+  if (group->size() > 1) group->abort(message_of(reason));
+  discard_window();
+}
+
+std::size_t Engine::Impl::most_micro_batches(std::size_t mine) {
+  if (!shards.reduces_every_micro_batch()) return mine;
+  const auto rows =
+      engine::gather_rows(*group, {static_cast<double>(mine)}, "number of micro-batches");
+  return static_cast<std::size_t>(*std::max_element(rows.begin(), rows.end()));
 }
 
 // [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in

@@ -2,6 +2,7 @@
 #include "zero/flat_store.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -38,20 +39,34 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 }  // namespace
 
 FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
-                     const config::PrecisionPolicy& policy, const memory::Ledger& ledger)
-    : table_(table), flats_(table.flats().size()) {
+                     const config::PrecisionPolicy& policy, const Shards& shards,
+                     comm::Group& group, const memory::Ledger& ledger)
+    : table_(table), shards_(shards), group_(group), flats_(table.flats().size()) {
   std::unordered_map<std::string, at::Tensor> by_name;
   for (const auto& named : model.parameters) by_name.emplace(named.name, named.tensor);
   for (const auto& entry : table.entries()) parameters_.push_back(by_name.at(entry.name));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     refuse_hooks_that_cannot_run(table.entries()[i].name, parameters_[i]);
   }
-  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat)
-    rehome(model, policy, flat, ledger);
+  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) rehome(policy, flat, ledger);
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
 }
 
-void FlatStore::rehome(const ModelView&, const config::PrecisionPolicy& policy, int index,
+// The flat's parameters as the user made them on rank 0, in their own dtype; one flat at a time, so
+// that nobody holds a second copy of the model.
+at::Tensor FlatStore::original_values(int index) {
+  const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
+  const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
+  auto original =
+      at::zeros({shards_.whole(index)}, at::TensorOptions().device(device).dtype(layout.dtype));
+  for (const int entry : layout.entries) {
+    view_of(entry, original).copy_(parameters_[static_cast<std::size_t>(entry)]);
+  }
+  group_.broadcast(original.view(at::kByte), 0, label(index)).wait();
+  return original;
+}
+
+void FlatStore::rehome(const config::PrecisionPolicy& policy, int index,
                        const memory::Ledger& ledger) {
   at::NoGradGuard no_grad;
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
@@ -63,31 +78,47 @@ void FlatStore::rehome(const ModelView&, const config::PrecisionPolicy& policy, 
     log::info("parameters of unit '", table_.units()[static_cast<std::size_t>(layout.unit)],
               "' are cast from ", layout.dtype, " to ", kept, " (precision.parameters)");
   }
+  at::Tensor original;
+  if (shards_.size() > 1) {
+    AccountScope scope(ledger, Account::staging);
+    original = original_values(index);
+  }
+  const auto range = shards_.optimized(index);
+  const auto fill = [&](const at::Tensor& target) {
+    if (original.defined()) {
+      target.copy_(target.numel() == original.numel()
+                       ? original
+                       : original.narrow(0, range.begin, range.size()));
+      return;
+    }
+    for (const int entry : layout.entries) {
+      view_of(entry, target).copy_(parameters_[static_cast<std::size_t>(entry)]);
+    }
+  };
   {
     AccountScope scope(ledger, Account::parameters);
-    tensors.values = at::zeros({layout.numel}, options.dtype(kept));
+    tensors.values = at::zeros({shards_.whole(index)}, options.dtype(kept));
+    fill(tensors.values);
   }
   if (layout.trainable) {
-    if (kept == at::kFloat) {
-      tensors.master = tensors.values;
+    tensors.own_master = kept != at::kFloat;
+    if (!tensors.own_master) {
+      tensors.master = tensors.values.narrow(0, range.begin, range.size());
     } else {
       AccountScope scope(ledger, Account::optimizer);
-      tensors.master = at::zeros({layout.numel}, options.dtype(at::kFloat));
+      tensors.master = at::zeros({range.size()}, options.dtype(at::kFloat));
+      fill(tensors.master);
     }
     AccountScope scope(ledger, Account::gradients);
+    const auto numel = shards_.splits_gradients() ? shards_.shard(index) : shards_.whole(index);
     tensors.accumulator =
-        at::zeros({layout.numel}, options.dtype(policy.fp32_accumulation ? at::kFloat : kept));
+        at::zeros({numel}, options.dtype(policy.fp32_accumulation ? at::kFloat : kept));
   }
   for (const int entry : layout.entries) {
     auto& parameter = parameters_[static_cast<std::size_t>(entry)];
-    if (layout.trainable) {
-      view_of(entry, tensors.master).copy_(parameter);
-      parameter.mutable_grad().reset();  // nothing stale is ever applied
-    }
-    const auto home = view_of(entry, tensors.values);
-    home.copy_(parameter);
+    if (layout.trainable) parameter.mutable_grad().reset();  // nothing stale is ever applied
     // Before gradient accumulators exist: a change of dtype would drop their hooks.
-    parameter.set_data(home);
+    parameter.set_data(view_of(entry, tensors.values));
   }
 }
 
@@ -124,12 +155,79 @@ void FlatStore::notice_edits() {
   }
 }
 
-void FlatStore::refresh(int entry) {
+void FlatStore::refresh(int index) {
   at::NoGradGuard no_grad;
-  auto& tensors =
-      flats_[static_cast<std::size_t>(table_.entries()[static_cast<std::size_t>(entry)].flat)];
-  if (!tensors.master.defined() || tensors.master.is_same(tensors.values)) return;
-  view_of(entry, tensors.master).copy_(view_of(entry, tensors.values));
+  const auto& entry = table_.entries()[static_cast<std::size_t>(index)];
+  auto& tensors = flats_[static_cast<std::size_t>(entry.flat)];
+  if (!tensors.own_master) return;
+  const auto optimized = shards_.optimized(entry.flat);
+  const auto range = overlap({entry.offset, entry.offset + entry.numel}, optimized);
+  if (range.size() == 0) return;
+  tensors.master.narrow(0, range.begin - optimized.begin, range.size())
+      .copy_(tensors.values.narrow(0, range.begin, range.size()));
+}
+
+at::Tensor FlatStore::optimized_values(int index) {
+  const auto range = shards_.optimized(index);
+  return flat(index).values.narrow(0, range.begin, range.size());
+}
+
+at::Tensor FlatStore::optimized_gradient(int index) {
+  return shards_.splits_optimizer() ? gradient_shard(index) : flat(index).accumulator;
+}
+
+at::Tensor FlatStore::gradient_shard(int index) {
+  const auto& accumulator = flat(index).accumulator;
+  if (shards_.splits_gradients()) return accumulator;
+  const auto range = shards_.mine(index);
+  return accumulator.narrow(0, range.begin, range.size());
+}
+
+std::string FlatStore::label(int index) const {
+  const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
+  return table_.units()[static_cast<std::size_t>(layout.unit)];
+}
+
+Event FlatStore::gather_values(int index) {
+  const auto range = shards_.mine(index);
+  auto& values = flat(index).values;
+  return group_.all_gather(values, values.narrow(0, range.begin, range.size()), label(index));
+}
+
+Event FlatStore::gather_gradient(int index) {
+  return group_.all_gather(flat(index).accumulator, gradient_shard(index),
+                           join("gradient of ", label(index)));
+}
+
+void FlatStore::write_gradient(int index, const at::Tensor& values) {
+  const auto& entry = table_.entries()[static_cast<std::size_t>(index)];
+  const auto optimized = shards_.optimized(entry.flat);
+  const auto range = overlap({entry.offset, entry.offset + entry.numel}, optimized);
+  if (range.size() == 0) return;
+  const auto& parameter = parameters_[static_cast<std::size_t>(index)];
+  const auto ordered = at::empty({entry.numel}, values.options());
+  ordered.as_strided(parameter.sizes(), parameter.strides()).copy_(values);
+  optimized_gradient(entry.flat)
+      .narrow(0, range.begin - optimized.begin, range.size())
+      .copy_(ordered.narrow(0, range.begin - entry.offset, range.size()));
+}
+
+at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* what) {
+  auto whole = at::empty({shards_.whole(index)}, mine.options());
+  group_.all_gather(whole, mine, join(what, " of ", label(index))).wait();
+  return whole;
+}
+
+at::Tensor FlatStore::whole_master(int index) {
+  const auto& tensors = flat(index);
+  if (!tensors.master.defined()) return tensors.values;
+  if (!shards_.splits_optimizer()) return tensors.master;
+  return tensors.own_master ? gathered(tensors.master, index, "master") : tensors.values;
+}
+
+at::Tensor FlatStore::whole_gradient(int index) {
+  if (!shards_.splits_optimizer()) return flat(index).accumulator;
+  return gathered(gradient_shard(index), index, "gradient");
 }
 
 }  // namespace poise::zero

@@ -1,38 +1,61 @@
 // Where parameters live: for each flat of the ParamTable the values that forward reads, the fp32
-// masters that the optimizer writes, and the accumulators that gradients are summed into.
+// masters that the optimizer writes, and the accumulators that gradients are summed into. Over
+// several ranks masters, accumulators and values are whole or this rank's shard, as the stage says.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <vector>
 
+#include "poise/comm.h"
 #include "poise/config.h"
 #include "poise/core.h"
 #include "poise/memory.h"
+#include "zero/shards.h"
 
 namespace poise::zero {
 
-// Tensors of one ParamTable::Flat, each 1-D of the flat's numel.
+// Tensors of one ParamTable::Flat, all 1-D.
 struct FlatTensors {
-  at::Tensor values;       // what the parameters are views of
-  at::Tensor master;       // fp32; `values` itself where those are fp32; undefined if frozen
-  at::Tensor accumulator;  // fp32 unless asked otherwise; undefined if frozen
+  at::Tensor values;        // [whole] what the parameters are views of
+  at::Tensor master;        // [optimized] fp32; the values themselves where those are fp32;
+                            // undefined if frozen
+  at::Tensor accumulator;   // [whole] or [shard], fp32 unless asked otherwise; undefined if frozen
+  bool own_master = false;  // the master is memory of its own: values are a 16-bit copy
 };
 
 class FlatStore {
  public:
   // Casts and re-homes the model's parameters (tensor objects, names, ties, shapes and strides
-  // stay). Masters are made from the values before the cast.
+  // stay). Masters are made from the values before the cast; all ranks take rank 0's values.
   FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
-            const memory::Ledger& ledger);
+            const Shards& shards, comm::Group& group, const memory::Ledger& ledger);
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
   const std::vector<at::Tensor>& parameters() const {
     return parameters_;
   }  // by entry of the table
 
-  // The entry's piece of `flat`, shaped and strided like the parameter.
+  // The entry's piece of a whole flat, shaped and strided like the parameter.
   at::Tensor view_of(int entry, const at::Tensor& flat) const;
+
+  // What the optimizer updates of a flat: its piece of the values and of the summed gradients.
+  at::Tensor optimized_values(int flat);
+  at::Tensor optimized_gradient(int flat);
+  // This rank's shard of the summed gradients.
+  at::Tensor gradient_shard(int flat);
+
+  // The values that all ranks updated, each its shard, become whole on every rank: submitted at
+  // once, to be waited for.
+  Event gather_values(int flat);
+  // The same for the sums of gradients that each rank has of its shard.
+  Event gather_gradient(int flat);
+  // A whole copy of what every rank holds a shard of: masters or summed gradients. All ranks call.
+  at::Tensor whole_master(int flat);
+  at::Tensor whole_gradient(int flat);
+
+  // The entry's sum becomes `values` (shaped like the parameter), as far as it is kept here.
+  void write_gradient(int entry, const at::Tensor& values);
 
   // Parameters that were edited in place since the last call (their version moved) refresh their
   // masters. Throws Error where one no longer lives in its flat.
@@ -42,10 +65,14 @@ class FlatStore {
   void refresh(int entry);
 
  private:
-  void rehome(const ModelView& model, const config::PrecisionPolicy& policy, int flat,
-              const memory::Ledger& ledger);
+  void rehome(const config::PrecisionPolicy& policy, int flat, const memory::Ledger& ledger);
+  at::Tensor original_values(int flat);
+  at::Tensor gathered(const at::Tensor& mine, int flat, const char* what);
+  std::string label(int flat) const;
 
   const ParamTable& table_;
+  const Shards& shards_;
+  comm::Group& group_;
   std::vector<FlatTensors> flats_;
   std::vector<at::Tensor> parameters_;
   std::vector<std::uint32_t> versions_;

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <mutex>
@@ -46,16 +47,20 @@ struct Gradients::Hook : torch::autograd::FunctionPreHook {
   int entry;
 };
 
-Gradients::Gradients(const ParamTable& table, FlatStore& store)
+Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& shards,
+                     comm::Group& group, const config::ZeroPolicy& policy,
+                     const memory::Ledger& ledger)
     : table_(table),
       store_(store),
-      entries_(table.entries().size()),
+      shards_(shards),
+      reducer_(table, store, shards, group, policy.overlap, ledger),
+      norm_valid_(table.entries().size()),
       shared_(std::make_shared<Shared>()) {
   shared_->owner = this;
   const auto device = store.parameters().front().device();
-  squared_norms_ = at::zeros({static_cast<std::int64_t>(entries_.size())},
+  squared_norms_ = at::zeros({static_cast<std::int64_t>(norm_valid_.size())},
                              at::TensorOptions().dtype(at::kDouble).device(device));
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
+  for (std::size_t i = 0; i < norm_valid_.size(); ++i) {
     if (!table.entries()[i].trainable) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(store.parameters()[i]);
     accumulator->add_pre_hook(std::make_unique<Hook>(shared_, static_cast<int>(i)));
@@ -68,12 +73,24 @@ Gradients::~Gradients() {
   shared_->owner = nullptr;
 }
 
-Gradients::Taking::Taking(Gradients& gradients, bool last) : gradients_(gradients) {
-  gradients_.last_ = last;
+Gradients::Taking::Taking(Gradients& gradients, MicroBatch position) : gradients_(gradients) {
+  gradients_.begin_micro_batch(position);
   gradients_.shared_->taking.store(true, std::memory_order_release);
 }
 
 Gradients::Taking::~Taking() { gradients_.shared_->taking.store(false, std::memory_order_release); }
+
+void Gradients::begin_micro_batch(MicroBatch position) {
+  position_ = position;
+  reducer_.begin_micro_batch(position == MicroBatch::last || shards_.reduces_every_micro_batch());
+}
+
+void Gradients::end_micro_batch() { reducer_.end_micro_batch(); }
+
+void Gradients::follow_micro_batch(MicroBatch position) {
+  begin_micro_batch(position);
+  reducer_.end_micro_batch();
+}
 
 // The gradient with its elements in the order of the flat: dense, strided like the parameter.
 at::Tensor Gradients::dense(int entry, const at::Tensor& gradient) {
@@ -99,60 +116,61 @@ at::Tensor Gradients::dense(int entry, const at::Tensor& gradient) {
 
 void Gradients::take(int entry, const at::Tensor& gradient) {
   at::NoGradGuard no_grad;
-  auto& state = entries_[static_cast<std::size_t>(entry)];
   const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
-  const auto& flat = store_.flat(place.flat).accumulator;
+  auto& pile = reducer_.pile_of(place.flat);
+  auto& arrived = pile.arrived[static_cast<std::size_t>(reducer_.place_of(entry))];
   const auto ordered = dense(entry, gradient);
-  if (flat.scalar_type() == at::kFloat) {
-    auto* norm = last_ ? squared_norms_.mutable_data_ptr<double>() + entry : nullptr;
-    kernels::accumulate(launch_for(flat.device()),
-                        state.arrived ? kernels::Accumulate::add : kernels::Accumulate::write,
-                        flat.mutable_data_ptr<float>() + place.offset,
+  // With one rank the window's last pass over memory also makes the norm.
+  const bool makes_norm = position_ == MicroBatch::last && shards_.size() == 1;
+  if (pile.sum.scalar_type() == at::kFloat) {
+    auto* norm = makes_norm ? squared_norms_.mutable_data_ptr<double>() + entry : nullptr;
+    kernels::accumulate(launch_for(pile.sum.device()),
+                        arrived ? kernels::Accumulate::add : kernels::Accumulate::write,
+                        pile.sum.mutable_data_ptr<float>() + place.offset,
                         kernel_dtype(ordered.scalar_type()), ordered.const_data_ptr(), place.numel,
                         1.0f, norm);
-    state.norm_valid = last_;
+    norm_valid_[static_cast<std::size_t>(entry)] = makes_norm;
   } else {  // 16-bit accumulators, only where the config asks for them
-    auto target = store_.view_of(entry, flat);
-    if (state.arrived) {
+    auto target = store_.view_of(entry, pile.sum);
+    if (arrived) {
       target.add_(ordered);
     } else {
       target.copy_(ordered);
     }
-    state.norm_valid = false;
+    norm_valid_[static_cast<std::size_t>(entry)] = false;
   }
-  state.arrived = true;
+  arrived = 1;
+  reducer_.added(entry);
 }
 
 void Gradients::finish_window() {
-  at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
-    const auto& place = table_.entries()[i];
-    if (!place.trainable) continue;
-    auto& state = entries_[i];
-    if (!state.arrived) {  // unused parameters count as zero
-      store_.flat(place.flat).accumulator.narrow(0, place.offset, place.numel).zero_();
-      state = {true, false};
-    }
-    if (!state.norm_valid) make_norm(static_cast<int>(i));
+  if (!reducer_.window_joined()) follow_micro_batch(MicroBatch::last);  // closed before its time
+  reducer_.zero_what_never_came();
+  make_norms();
+}
+
+void Gradients::make_norms() {
+  for (std::size_t i = 0; i < norm_valid_.size(); ++i) {
+    if (table_.entries()[i].trainable && !norm_valid_[i]) make_norm(static_cast<int>(i));
   }
 }
 
 void Gradients::make_norm(int entry) {
+  at::NoGradGuard no_grad;
   const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
-  const auto& flat = store_.flat(place.flat).accumulator;
-  const kernels::Piece piece{place.offset, place.offset + place.numel};
-  kernels::squared_norms(launch_for(flat.device()), kernel_dtype(flat.scalar_type()),
-                         flat.const_data_ptr(), &piece, 1,
+  const auto shard = shards_.mine(place.flat);
+  const auto range = overlap({place.offset, place.offset + place.numel}, shard);
+  const auto sum = store_.gradient_shard(place.flat);
+  const kernels::Piece piece{range.begin - shard.begin, range.end - shard.begin};
+  kernels::squared_norms(launch_for(sum.device()), kernel_dtype(sum.scalar_type()),
+                         sum.const_data_ptr(), &piece, 1,
                          squared_norms_.mutable_data_ptr<double>() + entry);
-  entries_[static_cast<std::size_t>(entry)].norm_valid = true;
-}
-
-void Gradients::invalidate_norm(int entry) {
-  entries_[static_cast<std::size_t>(entry)].norm_valid = false;
+  norm_valid_[static_cast<std::size_t>(entry)] = true;
 }
 
 void Gradients::start_window() {
-  for (auto& state : entries_) state = {};
+  std::fill(norm_valid_.begin(), norm_valid_.end(), 0);
+  reducer_.start_window();
 }
 
 }  // namespace poise::zero

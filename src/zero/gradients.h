@@ -1,5 +1,6 @@
 // Takes gradients as autograd makes them: a hook on each parameter's gradient accumulator adds the
-// gradient to the flat accumulator and hands nothing on, so that .grad never exists.
+// gradient to its flat's pile and hands nothing on, so that .grad never exists. Over several ranks
+// piles are joined by the Reducer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,22 +12,26 @@
 
 #include "poise/core.h"
 #include "zero/flat_store.h"
+#include "zero/reducer.h"
 
 namespace poise::zero {
 
+enum class MicroBatch { inner, last };  // of its window
+
 class Gradients {
  public:
-  // `store` and `table` outlive this. Hooks of a dropped Gradients let gradients pass untouched.
-  Gradients(const ParamTable& table, FlatStore& store);
+  // All references outlive this. Hooks of a dropped Gradients let gradients pass untouched.
+  Gradients(const ParamTable& table, FlatStore& store, const Shards& shards, comm::Group& group,
+            const config::ZeroPolicy& policy, const memory::Ledger& ledger);
   ~Gradients();
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
 
   // While it lives gradients are taken; otherwise a backward of the user's own fills .grad as
-  // usual. `last`: the window's last micro-batch, whose pass over memory also yields the norms.
+  // usual.
   class Taking {
    public:
-    Taking(Gradients& gradients, bool last);
+    Taking(Gradients& gradients, MicroBatch position);
     ~Taking();
     Taking(const Taking&) = delete;
     Taking& operator=(const Taking&) = delete;
@@ -35,37 +40,43 @@ class Gradients {
     Gradients& gradients_;
   };
 
-  // Makes every accumulator whole at the end of a window: zeros where no gradient came, norms where
-  // the last pass did not make them.
+  // The end of a micro-batch's backward: what has to be joined now and was not yet, is.
+  void end_micro_batch();
+
+  // A micro-batch that other ranks run and this one does not: their gradients are joined with
+  // zeros.
+  void follow_micro_batch(MicroBatch position);
+
+  // Makes every accumulator whole at the end of a window: zeros where no gradient came, joined
+  // over ranks, norms where the last pass did not make them.
   void finish_window();
 
-  // Sum of squares of each entry's accumulator (fp64, device of the model), valid after
-  // finish_window(); 0 for frozen entries.
+  // Sum of squares of each entry's summed gradient, as far as it lies in this rank's shard (fp64,
+  // device of the model), valid after finish_window(); 0 for frozen entries.
   const at::Tensor& squared_norms() const { return squared_norms_; }
 
   // The entry's norm must be made again (its accumulator was written).
-  void invalidate_norm(int entry);
+  void make_norm(int entry);
 
   // Drops what was accumulated.
   void start_window();
 
  private:
-  struct EntryState {
-    bool arrived = false;     // in this window
-    bool norm_valid = false;  // for what the accumulator holds now
-  };
   struct Hook;
   struct Shared;
 
+  void begin_micro_batch(MicroBatch position);
   void take(int entry, const at::Tensor& gradient);
   at::Tensor dense(int entry, const at::Tensor& gradient);
-  void make_norm(int entry);
+  void make_norms();
 
   const ParamTable& table_;
   FlatStore& store_;
-  std::vector<EntryState> entries_;
-  at::Tensor squared_norms_;  // [entries] fp64
-  bool last_ = false;
+  const Shards& shards_;
+  Reducer reducer_;
+  std::vector<char> norm_valid_;  // by entry: for what the accumulator holds now
+  at::Tensor squared_norms_;      // [entries] fp64
+  MicroBatch position_ = MicroBatch::inner;
   bool sparse_noted_ = false;
   std::shared_ptr<Shared> shared_;
   // Held: a tensor keeps only a weak pointer to its accumulator, and the hook lives in the

@@ -1,0 +1,193 @@
+// Piles, their order, and the sums in flight.
+#include "zero/reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "core/launch.h"
+#include "kernels/accumulate.h"
+
+namespace poise::zero {
+
+using memory::Account;
+using memory::AccountScope;
+
+namespace {
+
+// What did not come counts as zero, and so does the padding.
+void zero_gaps(const ParamTable& table, const ParamTable::Flat& layout, Pile& pile) {
+  std::int64_t filled = 0;
+  for (std::size_t i = 0; i < layout.entries.size(); ++i) {
+    const auto& entry = table.entries()[static_cast<std::size_t>(layout.entries[i])];
+    if (pile.arrived[i] == 0) continue;
+    pile.sum.narrow(0, filled, entry.offset - filled).zero_();
+    filled = entry.offset + entry.numel;
+  }
+  pile.sum.narrow(0, filled, pile.sum.numel() - filled).zero_();
+}
+
+}  // namespace
+
+Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards,
+                 comm::Group& group, bool overlap, const memory::Ledger& ledger)
+    : table_(table),
+      store_(store),
+      shards_(shards),
+      group_(group),
+      overlap_(overlap),
+      ledger_(ledger),
+      place_(table.entries().size()),
+      flats_(table.flats().size()) {
+  std::int64_t largest = 0;
+  for (int flat = static_cast<int>(flats_.size()) - 1; flat >= 0; --flat) {
+    const auto& entries = layout(flat).entries;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      place_[static_cast<std::size_t>(entries[i])] = static_cast<int>(i);
+    }
+    if (!layout(flat).trainable) continue;
+    order_.push_back(flat);
+    auto& made = state(flat);
+    made.window = {store.flat(flat).accumulator, std::vector<char>(entries.size())};
+    made.came.resize(entries.size());
+    largest = std::max(largest, shards.whole(flat) * std::int64_t{sizeof(float)});
+  }
+  std::stable_partition(order_.begin(), order_.end(),
+                        [&](int flat) { return !waits_for_end(flat); });
+  if (group_.size() > 1) {
+    AccountScope scope(ledger, Account::communication);
+    group_.reserve(largest);
+  }
+}
+
+bool Reducer::waits_for_end(int flat) const { return layout(flat).unit == table_.rest_unit(); }
+
+void Reducer::start_window() {
+  flights_.clear();
+  window_joined_ = group_.size() == 1;
+  micro_batch_ = 0;
+  joins_ = false;
+  for (const int flat : order_) {
+    auto& s = state(flat);
+    std::fill(s.window.arrived.begin(), s.window.arrived.end(), 0);
+    s.transient = {};
+    s.submitted = false;
+    s.shard_written = false;
+  }
+}
+
+void Reducer::begin_micro_batch(bool joins) {
+  joins_ = joins && group_.size() > 1;
+  next_ = 0;
+  ++micro_batch_;
+  for (const int flat : order_) {
+    auto& s = state(flat);
+    std::fill(s.came.begin(), s.came.end(), 0);
+    s.missing = static_cast<int>(s.came.size());
+    s.submitted = false;
+  }
+}
+
+Pile& Reducer::pile_of(int flat) {
+  auto& s = state(flat);
+  if (!shards_.reduces_every_micro_batch() && !s.submitted) return s.window;
+  if (!s.transient.sum.defined()) {
+    AccountScope scope(ledger_, Account::communication);
+    s.transient.sum =
+        at::empty({shards_.whole(flat)}, store_.flat(flat).accumulator.options().dtype(at::kFloat));
+    s.transient.arrived.assign(s.came.size(), 0);
+  }
+  return s.transient;
+}
+
+void Reducer::added(int entry) {
+  const int flat = table_.entries()[static_cast<std::size_t>(entry)].flat;
+  auto& came = state(flat).came[static_cast<std::size_t>(place_[static_cast<std::size_t>(entry)])];
+  if (came == 0) --state(flat).missing;
+  came = 1;
+  if (joins_ && overlap_ && state(flat).missing == 0) submit_ready();
+}
+
+bool Reducer::ready(int flat) { return state(flat).missing == 0 && !waits_for_end(flat); }
+
+void Reducer::submit_ready() {
+  for (; next_ < order_.size() && ready(order_[next_]); ++next_) {
+    const int flat = order_[next_];
+    submit(flat, pile_of(flat), shards_.reduces_every_micro_batch());
+  }
+}
+
+void Reducer::submit(int flat, Pile& pile, bool transient) {
+  at::NoGradGuard no_grad;
+  auto& s = state(flat);
+  if (transient) land_all();  // at most two transient piles of this rank exist
+  zero_gaps(table_, layout(flat), pile);
+  const auto range = shards_.mine(flat);
+  const auto& unit = table_.units()[static_cast<std::size_t>(layout(flat).unit)];
+  auto mine = pile.sum.narrow(0, range.begin, range.size());
+  Flight flight{flat, pile.sum, transient, {}};
+  if (shards_.whole(flat) > 0) {
+    // Ranks that join once per window may have had different numbers of micro-batches.
+    flight.event =
+        group_.reduce_scatter(mine, pile.sum,
+                              shards_.reduces_every_micro_batch()
+                                  ? join("gradients of ", unit, ", micro-batch ", micro_batch_)
+                                  : join("gradients of ", unit));
+  }
+  s.submitted = true;
+  if (transient) s.transient = {};
+  flights_.push_back(std::move(flight));
+}
+
+void Reducer::land_all() {
+  while (!flights_.empty()) {
+    const auto flight = std::move(flights_.front());
+    flights_.pop_front();
+    land(flight);
+  }
+}
+
+void Reducer::land(const Flight& flight) {
+  at::NoGradGuard no_grad;
+  flight.event.wait();
+  if (!flight.transient) return;  // summed in place
+  auto& s = state(flight.flat);
+  const auto range = shards_.mine(flight.flat);
+  auto shard = store_.gradient_shard(flight.flat);
+  const bool add = !shards_.splits_gradients() || s.shard_written;
+  const auto sum = flight.sum.narrow(0, range.begin, range.size());
+  kernels::accumulate(launch_for(shard.device()),
+                      add ? kernels::Accumulate::add : kernels::Accumulate::write,
+                      shard.mutable_data_ptr<float>(), kernels::DType::f32, sum.const_data_ptr(),
+                      range.size(), 1.0f, nullptr);
+  s.shard_written = true;
+}
+
+void Reducer::end_micro_batch() {
+  if (!joins_) return;
+  for (; next_ < order_.size(); ++next_) {
+    const int flat = order_[next_];
+    submit(flat, pile_of(flat), shards_.reduces_every_micro_batch());
+  }
+  for (const int flat : order_) {  // gradients that came after their flat went
+    auto& s = state(flat);
+    if (s.transient.sum.defined()) submit(flat, s.transient, true);
+  }
+  land_all();
+  joins_ = false;
+  window_joined_ = true;
+}
+
+void Reducer::zero_what_never_came() {
+  if (group_.size() > 1) return;
+  at::NoGradGuard no_grad;
+  for (const int flat : order_) {
+    auto& pile = state(flat).window;
+    if (std::count(pile.arrived.begin(), pile.arrived.end(), 0) == 0) continue;
+    zero_gaps(table_, layout(flat), pile);
+    std::fill(pile.arrived.begin(), pile.arrived.end(), 1);
+  }
+}
+
+}  // namespace poise::zero
