@@ -5,13 +5,15 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "poise/comm.h"
 
 namespace poise::testing {
 
-// What each rank threw, by rank; empty where it ended well. A rank that throws ends the group, as
+// `body` takes the rank's Group& or std::shared_ptr<Group>. What each rank threw, by rank; empty
+// where it ended well. A rank that throws ends the group, as
 // an engine would. A handle lives until its thread is over.
 template <class Body>
 std::vector<std::string> errors_on_ranks(int size, Body body, comm::Options options = {}) {
@@ -21,7 +23,11 @@ std::vector<std::string> errors_on_ranks(int size, Body body, comm::Options opti
   for (std::size_t rank = 0; rank < groups.size(); ++rank) {
     ranks.emplace_back([&, rank, group = std::move(groups[rank])] {
       try {
-        body(*group);
+        if constexpr (std::is_invocable_v<Body&, std::shared_ptr<comm::Group>>) {
+          body(group);
+        } else {
+          body(*group);
+        }
       } catch (const std::exception& error) {
         errors[rank] = error.what();
         group->abort(error.what());

@@ -1,0 +1,124 @@
+// What sharding costs and saves: bytes by account and rank, and bytes on the wire, against the
+// formulas of the papers.
+#include <gtest/gtest.h>
+
+#include "zero/training.h"
+
+namespace poise {
+namespace {
+
+// Blocks of matrices only, so that padding is small against them.
+struct WideModel {
+  static constexpr int kBlocks = 6;
+  static constexpr std::int64_t kWidth = 256;
+  std::vector<at::Tensor> weights;
+  WideModel() {
+    for (int i = 0; i < kBlocks; ++i) {
+      weights.push_back(
+          test::normal({kWidth, kWidth}, static_cast<std::uint64_t>(i), 0.05).requires_grad_());
+    }
+  }
+  ModelView view() const {
+    ModelView made;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      const auto name = join("block", i, ".weight");
+      made.parameters.push_back({name, weights[i]});
+      made.units.push_back({join("block", i), {name}});
+    }
+    return made;
+  }
+  at::Tensor loss(at::Tensor x) const {
+    for (const auto& w : weights) x = at::gelu(at::linear(x.to(w.scalar_type()), w));
+    return x.to(at::kFloat).pow(2).mean();
+  }
+  static constexpr double kParameters = 1.0 * kBlocks * kWidth * kWidth;
+};
+
+using Params = std::tuple<int, int, bool>;  // stage, ranks, 16-bit parameters with masters
+class Cost : public ::testing::TestWithParam<Params> {};
+
+TEST_P(Cost, BytesPerRankFollowTheFormula) {
+  const auto [stage, ranks, half] = GetParam();
+  testing::on_ranks(
+      ranks, [&, stage = stage, ranks = ranks, half = half](std::shared_ptr<comm::Group> group) {
+        at::set_num_threads(1);
+        WideModel model;
+        Config config;
+        config.zero.stage = stage;
+        if (half) config.precision.dtype = config.precision.parameters = config::DType::bf16;
+        Engine engine(model.view(), config, group);
+        const std::vector<at::Tensor> window{test::normal({4, WideModel::kWidth}, 9)};
+        engine.step(window, [&](const at::Tensor& x) { return Loss(model.loss(x)); });
+        const auto books = engine.ledger().snapshot();
+        const auto held = [&](memory::Account account) {
+          return static_cast<double>(books.current[static_cast<std::size_t>(account)]);
+        };
+        const double split = ranks > 1 ? ranks : 1;
+        const double p = WideModel::kParameters;
+        const double states = (half ? 12.0 : 8.0) * p / (stage >= 1 ? split : 1);
+        const double sums = 4.0 * p / (stage >= 2 ? split : 1);
+        EXPECT_NEAR(held(memory::Account::parameters), (half ? 2 : 4) * p, 0.01 * p);
+        EXPECT_NEAR(held(memory::Account::optimizer), states, 0.01 * states);
+        EXPECT_NEAR(held(memory::Account::gradients), sums, 0.01 * sums);
+      });
+}
+
+TEST_P(Cost, TrafficFollowsTheFormula) {
+  const auto [stage, ranks, half] = GetParam();
+  constexpr int k = 3;
+  testing::on_ranks(
+      ranks, [&, stage = stage, ranks = ranks, half = half](std::shared_ptr<comm::Group> group) {
+        at::set_num_threads(1);
+        WideModel model;
+        Config config;
+        config.zero.stage = stage;
+        if (half) config.precision.dtype = config.precision.parameters = config::DType::bf16;
+        Engine engine(model.view(), config, group);
+        std::vector<at::Tensor> window;
+        for (int i = 0; i < k; ++i)
+          window.push_back(test::normal({4, WideModel::kWidth}, static_cast<std::uint64_t>(i)));
+        const auto loss = [&](const at::Tensor& x) { return Loss(model.loss(x)); };
+        engine.step(window, loss);
+        group->reset_traffic();
+        engine.step(window, loss);
+        const auto traffic = group->traffic();
+        double moved = 0;
+        for (const auto bytes : traffic.bytes) moved += static_cast<double>(bytes);
+        const double e_g = 4, e_p = half ? 2 : 4;
+        const double per_parameter = stage == 0 ? 2 * e_g : stage == 1 ? e_g + e_p : k * e_g + e_p;
+        const double expected =
+            WideModel::kParameters * per_parameter * (ranks - 1) / static_cast<double>(ranks);
+        EXPECT_NEAR(moved, expected, 0.01 * expected);
+      });
+}
+INSTANTIATE_TEST_SUITE_P(All, Cost,
+                         ::testing::Combine(::testing::Values(0, 1, 2), ::testing::Values(1, 2, 4),
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return join("stage", std::get<0>(info.param), "_w",
+                                       std::get<1>(info.param),
+                                       std::get<2>(info.param) ? "_bf16" : "_fp32");
+                         });
+
+// Gradients of stage 2 never pile up: one flat on its way and one that fills, whatever the depth.
+TEST(Cost, Stage2HoldsTwoTransientFlats) {
+  testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
+    at::set_num_threads(1);
+    WideModel model;
+    Config config;
+    config.zero.stage = 2;
+    Engine engine(model.view(), config, group);
+    const auto before = engine.ledger().snapshot();
+    const std::vector<at::Tensor> window{test::normal({4, WideModel::kWidth}, 9)};
+    engine.step(window, [&](const at::Tensor& x) { return Loss(model.loss(x)); });
+    const auto after = engine.ledger().snapshot();
+    constexpr auto communication = static_cast<std::size_t>(memory::Account::communication);
+    const auto flat =
+        static_cast<std::int64_t>(sizeof(float)) * WideModel::kWidth * WideModel::kWidth;
+    EXPECT_LE(after.own_peak[communication], before.current[communication] + 2 * flat);
+    EXPECT_EQ(after.current[communication], before.current[communication]);
+  });
+}
+
+}  // namespace
+}  // namespace poise

@@ -1,0 +1,132 @@
+// Every stage, world, split, precision and optimizer: the same bits within an order of reduction,
+// and at most twice plain torch's error against float64.
+#include <gtest/gtest.h>
+
+#include "zero/training.h"
+
+namespace poise {
+namespace {
+
+using test::Outcome;
+using test::Training;
+
+struct Case {
+  std::string precision;  // fp32; bf16, fp16: fp32 parameters under autocast; bf16m, fp16m: masters
+  std::string optimizer;
+  double clip;
+};
+
+config::OptimizerPolicy optimizer_of(const Case& c) {
+  config::OptimizerPolicy policy;
+  policy.type = c.optimizer;
+  policy.lr = 1e-2;
+  policy.weight_decay = 0.1;
+  policy.max_grad_norm = c.clip;
+  if (c.optimizer == "sgd") policy.momentum = 0.9;
+  return policy;
+}
+
+config::DType dtype_of(const Case& c) {
+  if (c.precision.rfind("bf16", 0) == 0) return config::DType::bf16;
+  return c.precision.rfind("fp16", 0) == 0 ? config::DType::fp16 : config::DType::fp32;
+}
+
+Config config_of(const Case& c, int stage) {
+  Config config;
+  config.optimizer = optimizer_of(c);
+  config.precision.dtype = dtype_of(c);
+  if (c.precision.size() == 5) config.precision.parameters = config.precision.dtype;
+  config.precision.initial_loss_scale = 4096;  // 2^-q of it, q = 4, is what PlainTraining scales by
+  config.zero.stage = stage;
+  return config;
+}
+
+class Parity : public ::testing::TestWithParam<std::tuple<Case, int, int>> {};
+
+void expect_ranks_equal(const Outcome& outcome) {
+  for (std::size_t rank = 1; rank < outcome.parameters.size(); ++rank) {
+    EXPECT_EQ(test::first_difference(outcome.parameters[0], outcome.parameters[rank]), "");
+    EXPECT_EQ(test::first_difference(outcome.masters[0], outcome.masters[rank]), "");
+    for (std::size_t i = 0; i < outcome.results[0].size(); ++i) {
+      EXPECT_EQ(outcome.results[0][i].loss, outcome.results[rank][i].loss);
+      EXPECT_EQ(outcome.results[0][i].grad_norm, outcome.results[rank][i].grad_norm);
+      EXPECT_EQ(outcome.results[0][i].tokens, outcome.results[rank][i].tokens);
+      EXPECT_EQ(outcome.results[rank][i].status, Status::applied);
+    }
+  }
+}
+
+// Root mean square error of trained masters against the same training in float64.
+double error_of(test::Values masters, test::PlainTraining& exact) {
+  for (const auto& name : exact.model.frozen) masters.erase(name);  // 16-bit copies, never trained
+  return test::rms_difference(masters, test::values_of(exact.model));
+}
+
+TEST_P(Parity, StagesAgreeAndStayNearFloat64) {
+  const auto [c, ranks, k] = GetParam();
+  Training run;
+  run.ranks = ranks;
+  run.window = test::equal_windows(ranks * k);
+
+  test::PlainTraining exact(at::kDouble, at::kDouble, optimizer_of(c));
+  const auto forward = dtype_of(c) == config::DType::fp32   ? at::kFloat
+                       : dtype_of(c) == config::DType::bf16 ? at::kBFloat16
+                                                            : at::kHalf;
+  const bool masters = c.precision.size() == 5;
+  test::PlainTraining plain(at::kFloat, forward, optimizer_of(c), masters ? forward : at::kFloat);
+  std::vector<double> losses;
+  for (int update = 0; update < run.updates; ++update) {
+    losses.push_back(exact.step(run.window(update), 1e-2));
+    plain.step(run.window(update), 1e-2);
+  }
+  const double of_plain = error_of(test::values_of(plain.model), exact);
+
+  std::vector<Outcome> by_stage;
+  for (int stage = 0; stage <= 2; ++stage) {
+    SCOPED_TRACE("stage " + std::to_string(stage));
+    run.config = config_of(c, stage);
+    by_stage.push_back(test::train(run));
+    expect_ranks_equal(by_stage.back());
+    EXPECT_LE(error_of(by_stage.back().masters[0], exact), 2 * of_plain);
+    const double tolerance = forward == at::kFloat ? 1e-6 : forward == at::kHalf ? 2e-3 : 2e-2;
+    for (std::size_t i = 0; i < losses.size(); ++i) {
+      EXPECT_NEAR(by_stage.back().results[0][i].loss, losses[i], tolerance * losses[i]);
+    }
+  }
+  EXPECT_EQ(test::first_difference(by_stage[0].masters[0], by_stage[1].masters[0]), "");
+  EXPECT_EQ(test::first_difference(by_stage[0].parameters[0], by_stage[1].parameters[0]), "");
+
+  // Overlap and when operations run change nothing.
+  for (const int stage : {1, 2}) {
+    run.config = config_of(c, stage);
+    run.config.zero.overlap = false;
+    const auto apart = test::train(run);
+    EXPECT_EQ(test::first_difference(apart.masters[0],
+                                     by_stage[static_cast<std::size_t>(stage)].masters[0]),
+              "");
+    run.config.zero.overlap = true;
+    Stream::set_test_delay(7, 300);
+    const auto delayed = test::train(run);
+    Stream::set_test_delay(0, 0);
+    EXPECT_EQ(test::first_difference(delayed.masters[0],
+                                     by_stage[static_cast<std::size_t>(stage)].masters[0]),
+              "");
+  }
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::tuple<Case, int, int>>& info) {
+  const auto& [c, ranks, k] = info.param;
+  return join(c.precision, "_", c.optimizer, c.clip > 0 ? "_clip" : "", "_w", ranks, "_k", k);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Parity,
+    ::testing::Combine(::testing::Values(Case{"fp32", "adamw", 0.5}, Case{"fp32", "adamw", 0},
+                                         Case{"fp32", "sgd", 0.5}, Case{"bf16", "adamw", 0.5},
+                                         Case{"bf16m", "adamw", 0.5}, Case{"bf16m", "sgd", 0},
+                                         Case{"fp16", "adamw", 0.5}, Case{"fp16m", "adamw", 0.5}),
+                       ::testing::Values(1, 2, 3, 4), ::testing::Values(1, 3, 4)),
+    name_of);
+
+}  // namespace
+}  // namespace poise
