@@ -83,6 +83,11 @@ struct MemoryPolicy {
   std::int64_t budget_bytes = 0;  // 0: no limit
 };
 
+enum class KeepGathered {
+  no,      // parameters are whole while their unit needs them
+  window,  // once gathered, until the end of the window: less traffic, more memory
+};
+
 enum class Reduce {
   automatic,  // last at stages 0 and 1, every at stages 2 and 3
   last,       // gradients are joined once per window, in its last micro-batch
@@ -91,9 +96,10 @@ enum class Reduce {
 
 // Sharding over ranks; with one rank nothing is sharded.
 struct ZeroPolicy {
-  std::int64_t stage = 0;  // 1: optimizer states, 2: and gradients
+  std::int64_t stage = 0;  // 1: optimizer states, 2: and gradients, 3: and parameters
   Reduce reduce = Reduce::automatic;
-  bool overlap = true;  // gradients travel while backward goes on
+  bool overlap = true;                            // gradients travel while backward goes on
+  KeepGathered keep_gathered = KeepGathered::no;  // stage 3
 };
 
 struct CommPolicy {

@@ -66,8 +66,11 @@ class POISE_API ParamTable {
   const std::vector<Flat>& flats() const { return flats_; }
   const std::vector<std::string>& units() const { return units_; }
   // The unit of the parameters that the view's units leave over, used before and after them; -1
-  // where there is none, or nothing else.
+  // where there is none.
   int rest_unit() const { return rest_unit_; }
+  // The units whose parameters the view lists for this one, itself among them: a tied parameter
+  // lives in the first unit that lists it.
+  const std::vector<int>& needs(int unit) const { return needs_[static_cast<std::size_t>(unit)]; }
   // Index of the entry with this name or alias; throws Error naming the nearest known one.
   int find(const std::string& name) const;
   // FNV-1a over names, shapes, dtypes, units and offsets: equal tables, equal hash.
@@ -77,6 +80,7 @@ class POISE_API ParamTable {
   std::vector<Entry> entries_;
   std::vector<Flat> flats_;
   std::vector<std::string> units_;
+  std::vector<std::vector<int>> needs_;  // by unit, ascending
   int rest_unit_ = -1;
 };
 

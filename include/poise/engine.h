@@ -19,6 +19,7 @@
 #include "poise/core.h"
 #include "poise/export.h"
 #include "poise/memory.h"
+#include "poise/zero.h"
 
 namespace poise {
 
@@ -55,6 +56,8 @@ enum class Last { no, yes };
 
 // Thread rules: one thread drives an engine; backward may run on autograd's threads.
 class POISE_API Engine {
+  struct Impl;
+
  public:
   using LossFn = std::function<Loss(std::size_t micro_batch)>;
 
@@ -113,6 +116,27 @@ class POISE_API Engine {
   void begin_update();
   at::Tensor gradient(const std::string& name);
 
+  // What runs a block while its parameters are whole (zero.stage 3); the blocks of a torch::nn
+  // model keep one each. Throws Error on an unknown unit.
+  zero::Unit unit(const std::string& name) const;
+
+  // While it lives all parameters are whole, at every stage: to evaluate without the engine, to
+  // read, to edit. With `writer` the values of that rank become everybody's at its end, and masters
+  // follow. All ranks, between windows.
+  class POISE_API Gathered {
+   public:
+    Gathered(Gathered&&) noexcept;
+    ~Gathered();
+    void close();  // ends it early; unlike the destructor it can throw
+
+   private:
+    friend class Engine;
+    Gathered(Engine::Impl& engine, std::optional<int> writer);
+    Engine::Impl* engine_;
+    std::optional<int> writer_;
+  };
+  Gathered gathered(std::optional<int> writer = {});
+
   // Tells the engine that a parameter was edited through .data (other edits are noticed).
   void refresh(const std::string& name);
 
@@ -131,7 +155,6 @@ class POISE_API Engine {
   std::int64_t micro_batches() const;  // in the open window
 
  private:
-  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 

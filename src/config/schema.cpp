@@ -162,14 +162,20 @@ std::vector<Key<Config>> make_keys() {
 
       key(POISE_FIELD(memory.budget_bytes), byte_count(), "the run may not hold more; 0: no limit"),
 
-      key(POISE_FIELD(zero.stage), integer(0, 2),
-          "what is sharded over ranks; 0: nothing, 1: optimizer states, 2: gradients too"),
+      key(POISE_FIELD(zero.stage), integer(0, 3),
+          "what is sharded over ranks; 0: nothing, 1: optimizer states, 2: gradients too, 3: "
+          "parameters too"),
       key(POISE_FIELD(zero.reduce),
           enumeration<Reduce>(
               {{"auto", Reduce::automatic}, {"last", Reduce::last}, {"every", Reduce::every}}),
-          "when gradients are joined over ranks: once per window, or in every micro-batch; auto: "
-          "last at stages 0 and 1, every at stage 2"),
+          "when gradients are joined over ranks: once per window (whole gradients are kept for "
+          "it), or in every micro-batch; auto: "
+          "last at stages 0 and 1, every at stages 2 and 3"),
       key(POISE_FIELD(zero.overlap), flag(), "gradients travel while backward goes on"),
+      key(POISE_FIELD(zero.keep_gathered),
+          enumeration<KeepGathered>({{"no", KeepGathered::no}, {"window", KeepGathered::window}}),
+          "stage 3: parameters are whole while their unit needs them, or once gathered until the "
+          "end of the window"),
 
       key(POISE_FIELD(comm.timeout_seconds), number({.low = 0, .ends = Ends::open_low}),
           "a wait for other ranks ends after this with an error"),

@@ -109,6 +109,8 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
          "zero.reduce is last at zero.stage 2, which then would keep whole gradients for the "
          "window; use stage 1, or reduce every");
   }
+  only_for(zero.stage == 3, zero.keep_gathered != KeepGathered::no, "zero.keep_gathered",
+           "zero.stage 3");
   if (zero.stage >= 1 && !precision.fp32_accumulation) {
     fail("config", "zero.stage ", zero.stage,
          " sums gradients in fp32; set precision.fp32_accumulation, or stage 0");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_map>
 
 #include "core/nearest_name.h"
@@ -127,13 +128,17 @@ ParamTable::ParamTable(const ModelView& model) {
       }
       place(it->second, static_cast<int>(units_.size()));
     }
+    std::set<int> needs{static_cast<int>(units_.size())};
+    for (const auto& name : unit.parameters) needs.insert(found[entry_of_name.at(name)].unit);
+    needs_.emplace_back(needs.begin(), needs.end());
     units_.push_back(unit.name);
   }
   const auto rest = static_cast<int>(units_.size());
   for (std::size_t i = 0; i < found.size(); ++i) place(static_cast<int>(i), rest);
   if (std::any_of(found.begin(), found.end(), [&](const Entry& e) { return e.unit == rest; })) {
     units_.push_back("rest");
-    if (rest > 0) rest_unit_ = rest;
+    needs_.push_back({rest});
+    rest_unit_ = rest;
   }
 
   std::map<std::tuple<int, at::ScalarType, bool>, int> flat_of;

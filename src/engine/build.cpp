@@ -145,6 +145,13 @@ memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& 
 
 }  // namespace
 
+std::shared_ptr<zero::Units> Engine::Impl::make_units() {
+  if (!shards.splits_parameters()) return nullptr;
+  return std::make_shared<zero::Units>(table, store, following,
+                                       config.zero.keep_gathered == config::KeepGathered::window,
+                                       [this](int unit) { gradients.join_unit(unit); });
+}
+
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, std::shared_ptr<comm::Group> ranks)
     : config(validated(wanted)),
       group(group_for(std::move(ranks), model, config)),
@@ -152,7 +159,9 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, std::shared_ptr
       table(agreed(ParamTable(model), config, *group)),
       shards(table, config.zero, group->rank(), group->size()),
       store(model, table, config.precision, shards, *group, with_budget(ledger, config.memory)),
-      gradients(table, store, shards, *group, config.zero, ledger),
+      following(*group),
+      gradients(table, store, shards, *group, config.zero, following, ledger),
+      units(make_units()),
       optimizer(optim::make_optimizer(config.optimizer)),
       optimizer_spans(
           engine::make_spans(table, store, shards, config.optimizer, *optimizer, ledger)),

@@ -3,7 +3,12 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "core/nearest_name.h"
 #include "engine/impl.h"
+#include "poise/log.h"
 
 namespace poise {
 
@@ -42,15 +47,9 @@ StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector
   }
   const auto result = impl_->guarded([&] {
     impl_->open_window(counts);
-    const auto position = [](std::size_t i, std::size_t of) {
-      return i + 1 == of ? zero::MicroBatch::last : zero::MicroBatch::inner;
-    };
-    const auto most = impl_->most_micro_batches(count);
-    for (std::size_t i = 0; i < count; ++i) {
-      impl_->backward(impl_->forward([&] { return loss(i); }), position(i, count));
-    }
-    if (count < most) impl_->loss_weights.agree_without_micro_batch();
-    for (auto i = count; i < most; ++i) impl_->gradients.follow_micro_batch(position(i, most));
+    const auto of_ranks = impl_->micro_batch_counts(count);
+    const auto most = static_cast<std::size_t>(*std::max_element(of_ranks.begin(), of_ranks.end()));
+    for (std::size_t i = 0; i < most; ++i) impl_->run_micro_batch(i, count, of_ranks, loss);
     return impl_->close_window();
   });
   stop_on_nonfinite(impl_->config, result);
@@ -61,7 +60,19 @@ struct Engine::ForwardScope::Impl {
   explicit Impl(Engine::Impl& engine)
       : watch(engine.times.forward_seconds),
         account(engine.ledger, memory::Account::activations),
-        autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {}
+        autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {
+    if (!engine.units) return;
+    if (at::GradMode::is_enabled()) {
+      engine.units->begin_recording();
+    } else if (!engine.units->holds_rest()) {
+      evaluated = engine.units.get();
+    }
+    engine.units->hold_rest();
+  }
+  ~Impl() {
+    if (evaluated) evaluated->let_rest_go();
+  }
+  zero::Units* evaluated = nullptr;
   engine::Stopwatch watch;
   memory::AccountScope account;
   precision::AutocastGuard autocast;
@@ -150,6 +161,55 @@ at::Tensor Engine::gradient(const std::string& name) {
   auto mean = sum.to(at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
   impl_->lent[entry] = {mean, mean.clone()};
   return mean;
+}
+
+zero::Unit Engine::unit(const std::string& name) const {
+  const auto& units = impl_->table.units();
+  const auto found = std::find(units.begin(), units.end(), name);
+  if (found == units.end()) {
+    fail("engine", "no unit named '", name, "'; the nearest is '", nearest_name(name, units), "'");
+  }
+  return {impl_->units, static_cast<int>(found - units.begin())};
+}
+
+Engine::Gathered Engine::gathered(std::optional<int> writer) {
+  if (impl_->state != WindowState::closed) {
+    fail("engine", "gathered() was called in an open window of ", impl_->micro_batches,
+         " micro-batches; call it between windows");
+  }
+  const int ranks = impl_->group->size();
+  if (writer && (*writer < 0 || *writer >= ranks)) {
+    fail("engine", "gathered() with writer ", *writer, " in a group of ", ranks,
+         " ranks; ranks go from 0 to ", ranks - 1);
+  }
+  impl_->store.notice_edits();
+  return {*impl_, writer};
+}
+
+Engine::Gathered::Gathered(Engine::Impl& engine, std::optional<int> writer)
+    : engine_(&engine), writer_(writer) {
+  if (engine.units) engine.guarded([&] { engine.units->claim_all(); });
+}
+Engine::Gathered::Gathered(Gathered&& other) noexcept
+    : engine_(std::exchange(other.engine_, nullptr)), writer_(other.writer_) {}
+Engine::Gathered::~Gathered() {
+  try {
+    close();
+  } catch (const std::exception& error) {
+    log::warning("the end of gathered() failed: ", error.what());
+  }
+}
+
+void Engine::Gathered::close() {
+  auto* engine = std::exchange(engine_, nullptr);
+  if (!engine) return;
+  engine->guarded([&] {
+    const auto flats = engine->table.flats().size();
+    for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
+      engine->store.share_values(flat, *writer_);
+    }
+    if (engine->units) engine->units->release_all();
+  });
 }
 
 void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->table.find(name)); }

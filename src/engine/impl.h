@@ -14,6 +14,7 @@
 #include "zero/flat_store.h"
 #include "zero/gradients.h"
 #include "zero/shards.h"
+#include "zero/units.h"
 
 namespace poise {
 
@@ -98,9 +99,14 @@ struct Engine::Impl {
     }
   }
   void give_up_window(const std::exception_ptr& reason) noexcept;
-  // The largest number of micro-batches of any rank, where ranks must know it.
-  std::size_t most_micro_batches(std::size_t mine);
+  // Numbers of micro-batches of all ranks, where ranks must know them; else just ours.
+  std::vector<double> micro_batch_counts(std::size_t mine);
+  // Runs micro-batch `index` of a window, or follows the ranks that do.
+  void run_micro_batch(std::size_t index, std::size_t count, const std::vector<double>& counts,
+                       const LossFn& loss);
+  void follow(zero::MicroBatch position);
   void gather_gradients();
+  std::shared_ptr<zero::Units> make_units();
 
   double clip_factor(double grad_norm) const;
   double unscale_factor(double tokens) const;
@@ -117,7 +123,9 @@ struct Engine::Impl {
   const zero::Shards shards;
   memory::Ledger ledger;
   zero::FlatStore store;
+  zero::Following following;
   zero::Gradients gradients;
+  std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
   std::unique_ptr<optim::Optimizer> optimizer;
   engine::OptimizerSpans optimizer_spans;
   precision::LossScaler scaler;

@@ -45,6 +45,7 @@ class LossWeights {
   double mean_factor(double tokens) const;
 
   int q() const { return q_.value_or(0); }
+  bool knows_q() const { return q_.has_value(); }
 
  private:
   struct Part {

@@ -41,6 +41,10 @@ Loss Engine::Impl::forward(const std::function<Loss()>& loss) {
   AccountScope scope(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   precision::AutocastGuard autocast(device.type(), precision::autocast_dtype(config.precision));
+  if (units) {  // stop 3
+    units->begin_recording();
+    units->hold_rest();
+  }
   return loss();
 }
 
@@ -50,21 +54,31 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   Stopwatch watch(times.backward_seconds);
   AccountScope scope(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
-  const auto weighted = loss_weights.weigh(loss, scaler.scale());
+  if (units && !loss_weights.knows_q()) following.say(zero::Following::Operation::agree);
+  auto weighted = loss_weights.weigh(loss, scaler.scale());
   ++micro_batches;
+  auto counted = zero::Count::yes;
   if (!weighted.defined()) {  // counted nothing
-    gradients.follow_micro_batch(position);
-    return;
+    if (!units) {
+      gradients.follow_micro_batch(position);
+      return;
+    }
+    // With sharded parameters the other ranks need this one's share of every unit's backward.
+    counted = zero::Count::no;
+    weighted = loss.value.sum();
   }
   if (weighted.device() != device) {
     fail("engine", "the loss is on ", weighted.device(), ", the parameters on ", device,
          "; move the batch to the model's device");
   }
   {
-    zero::Gradients::Taking taking(gradients, position);
+    zero::Gradients::Taking taking(gradients, position, counted);
+    if (units) units->hold_rest();
     torch::autograd::backward({weighted}, {});
+    if (units) units->let_rest_go();
   }
   gradients.end_micro_batch();
+  if (units) units->end_micro_batch();
 }
 
 double Engine::Impl::unscale_factor(double tokens) const {
@@ -91,6 +105,7 @@ void Engine::Impl::sum_up() {
   AccountScope scope(ledger, Account::other);
   at::NoGradGuard no_grad;
   sums = {};
+  if (units) units->end_window();
   loss_weights.agree_without_micro_batch();
   gradients.finish_window();
   std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches)};
@@ -174,7 +189,9 @@ void Engine::Impl::apply(double factor) {
       group->all_reduce(stats, "statistics of the optimizer").wait();
     }
     optimizer->apply(span, groups, updates + 1, factor, stats);
-    if (shards.splits_optimizer()) gathers.push_back(store.gather_values(optimizer_spans.flats[i]));
+    if (shards.splits_optimizer() && !shards.splits_parameters()) {
+      gathers.push_back(store.gather_values(optimizer_spans.flats[i]));
+    }
   }
   for (const auto& gather : gathers) gather.wait();
 }
@@ -228,8 +245,9 @@ void Engine::Impl::discard_window() {
   state = WindowState::closed;
   micro_batches = 0;
   lent.clear();
-  gradients.start_window();
   engine::drain_autograd_queue();
+  gradients.start_window();
+  if (units) units->discard();
 }
 
 namespace {
@@ -252,11 +270,51 @@ void Engine::Impl::give_up_window(const std::exception_ptr& reason) noexcept {
   discard_window();
 }
 
-std::size_t Engine::Impl::most_micro_batches(std::size_t mine) {
-  if (!shards.reduces_every_micro_batch()) return mine;
-  const auto rows =
-      engine::gather_rows(*group, {static_cast<double>(mine)}, "number of micro-batches");
-  return static_cast<std::size_t>(*std::max_element(rows.begin(), rows.end()));
+std::vector<double> Engine::Impl::micro_batch_counts(std::size_t mine) {
+  const std::vector<double> row{static_cast<double>(mine)};
+  if (!shards.reduces_every_micro_batch() && !units) return row;
+  return engine::gather_rows(*group, row, "number of micro-batches");
+}
+
+void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
+                                   const std::vector<double>& counts, const LossFn& loss) {
+  const auto runs = [index](double of_rank) { return of_rank > static_cast<double>(index); };
+  const auto leader = std::find_if(counts.begin(), counts.end(), runs) - counts.begin();
+  const bool all_run = std::all_of(counts.begin(), counts.end(), runs);
+  following.set_leader(units && !all_run ? std::optional(static_cast<int>(leader)) : std::nullopt);
+  // What is joined once per window is joined in the last micro-batch of any rank at stage 3, whose
+  // ranks move together, and in each rank's own last one otherwise.
+  const auto most =
+      units ? *std::max_element(counts.begin(), counts.end()) : static_cast<double>(count);
+  const auto position = static_cast<double>(index + 1) == most || (!units && index >= count)
+                            ? zero::MicroBatch::last
+                            : zero::MicroBatch::inner;
+  if (index < count) {
+    backward(forward([&] { return loss(index); }), position);
+    following.say(zero::Following::Operation::end);
+  } else {
+    follow(position);
+  }
+  following.set_leader({});
+}
+
+void Engine::Impl::follow(zero::MicroBatch position) {
+  if (!units) {
+    loss_weights.agree_without_micro_batch();
+    gradients.follow_micro_batch(position);
+    return;
+  }
+  using Operation = zero::Following::Operation;
+  units->begin_recording();
+  gradients.begin_following(position);
+  for (auto said = following.listen(); said.operation != Operation::end;
+       said = following.listen()) {
+    if (said.operation == Operation::gather) units->follow_gather(said.index);
+    if (said.operation == Operation::join) gradients.join_flat(said.index);
+    if (said.operation == Operation::agree) loss_weights.agree_without_micro_batch();
+  }
+  gradients.end_micro_batch();
+  units->end_micro_batch();
 }
 
 // [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in

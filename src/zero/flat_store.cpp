@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <unordered_map>
@@ -26,6 +28,34 @@ at::ScalarType kept_type(const ParamTable::Flat& flat, const config::PrecisionPo
   return c10::elementSize(wanted) < c10::elementSize(flat.dtype) ? wanted : flat.dtype;
 }
 
+// A tensor of the parameter's shape without memory: whatever touches it throws its name.
+at::Tensor poison_like(const at::Tensor& parameter, const std::string& name) {
+  const auto options = parameter.options().requires_grad(false);
+  auto poison = at::empty({0}, options);
+  const auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), parameter.nbytes(),
+      c10::DataPtr(nullptr, parameter.device()), nullptr, /*resizable=*/false));
+  poison.set_(storage, 0, parameter.sizes(), parameter.strides());
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      join("[zero] parameter '", name,
+           "' is sharded over the ranks and not gathered now; run the model through the engine, "
+           "its blocks through their units, or use engine.gathered()"));
+  return poison;
+}
+
+void give_memory(const at::Tensor& flat) {
+  auto* storage = flat.storage().unsafeGetStorageImpl();
+  const auto bytes = static_cast<std::size_t>(flat.numel()) * flat.element_size();
+  storage->set_data_ptr_noswap(c10::GetAllocator(flat.device().type())->allocate(bytes));
+  storage->set_nbytes(bytes);
+}
+
+void take_memory(const at::Tensor& flat) {
+  auto* storage = flat.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, flat.device()));
+  storage->set_nbytes(0);
+}
+
 void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& parameter) {
   // Only a tensor that requires gradients has the metadata that hooks live in.
   if (parameter.requires_grad() && torch::autograd::impl::post_acc_grad_hooks(parameter)) {
@@ -41,14 +71,19 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
                      const config::PrecisionPolicy& policy, const Shards& shards,
                      comm::Group& group, const memory::Ledger& ledger)
-    : table_(table), shards_(shards), group_(group), flats_(table.flats().size()) {
+    : table_(table),
+      shards_(shards),
+      group_(group),
+      ledger_(ledger),
+      flats_(table.flats().size()),
+      poisons_(table.entries().size()) {
   std::unordered_map<std::string, at::Tensor> by_name;
   for (const auto& named : model.parameters) by_name.emplace(named.name, named.tensor);
   for (const auto& entry : table.entries()) parameters_.push_back(by_name.at(entry.name));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     refuse_hooks_that_cannot_run(table.entries()[i].name, parameters_[i]);
   }
-  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) rehome(policy, flat, ledger);
+  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) rehome(policy, flat);
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
 }
 
@@ -66,8 +101,7 @@ at::Tensor FlatStore::original_values(int index) {
   return original;
 }
 
-void FlatStore::rehome(const config::PrecisionPolicy& policy, int index,
-                       const memory::Ledger& ledger) {
+void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
   at::NoGradGuard no_grad;
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
   auto& tensors = flats_[static_cast<std::size_t>(index)];
@@ -80,7 +114,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index,
   }
   at::Tensor original;
   if (shards_.size() > 1) {
-    AccountScope scope(ledger, Account::staging);
+    AccountScope scope(ledger_, Account::staging);
     original = original_values(index);
   }
   const auto range = shards_.optimized(index);
@@ -96,20 +130,30 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index,
     }
   };
   {
-    AccountScope scope(ledger, Account::parameters);
-    tensors.values = at::zeros({shards_.whole(index)}, options.dtype(kept));
-    fill(tensors.values);
+    AccountScope scope(ledger_, Account::parameters);
+    if (shards_.splits_parameters()) {
+      const auto mine = shards_.mine(index);
+      tensors.shard = at::empty({mine.size()}, options.dtype(kept));
+      tensors.shard.copy_(original.narrow(0, mine.begin, mine.size()));
+    } else {
+      tensors.values = at::zeros({shards_.whole(index)}, options.dtype(kept));
+      fill(tensors.values);
+    }
+  }
+  if (shards_.splits_parameters()) {
+    AccountScope scope(ledger_, Account::gathered);
+    tensors.values = at::empty({shards_.whole(index)}, options.dtype(kept));
   }
   if (layout.trainable) {
     tensors.own_master = kept != at::kFloat;
     if (!tensors.own_master) {
-      tensors.master = tensors.values.narrow(0, range.begin, range.size());
+      tensors.master = optimized_values(index);
     } else {
-      AccountScope scope(ledger, Account::optimizer);
+      AccountScope scope(ledger_, Account::optimizer);
       tensors.master = at::zeros({range.size()}, options.dtype(at::kFloat));
       fill(tensors.master);
     }
-    AccountScope scope(ledger, Account::gradients);
+    AccountScope scope(ledger_, Account::gradients);
     const auto numel = shards_.splits_gradients() ? shards_.shard(index) : shards_.whole(index);
     tensors.accumulator =
         at::zeros({numel}, options.dtype(policy.fp32_accumulation ? at::kFloat : kept));
@@ -119,7 +163,12 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index,
     if (layout.trainable) parameter.mutable_grad().reset();  // nothing stale is ever applied
     // Before gradient accumulators exist: a change of dtype would drop their hooks.
     parameter.set_data(view_of(entry, tensors.values));
+    if (shards_.splits_parameters()) {
+      poisons_[static_cast<std::size_t>(entry)] =
+          poison_like(parameter, table_.entries()[static_cast<std::size_t>(entry)].name);
+    }
   }
+  if (shards_.splits_parameters()) release(index);
 }
 
 at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
@@ -130,6 +179,7 @@ at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
 }
 
 void FlatStore::notice_edits() {
+  if (shards_.splits_parameters()) return;  // edited only while gathered, and taken over then
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& entry = table_.entries()[i];
     const auto& parameter = parameters_[i];
@@ -167,7 +217,48 @@ void FlatStore::refresh(int index) {
       .copy_(tensors.values.narrow(0, range.begin, range.size()));
 }
 
+Event FlatStore::gather_parameters(int index) {
+  auto& tensors = flat(index);
+  {
+    AccountScope scope(ledger_, Account::gathered);
+    give_memory(tensors.values);
+  }
+  if (tensors.values.numel() == 0) return {};
+  return group_.all_gather(tensors.values, tensors.shard, join("parameters of ", label(index)));
+}
+
+void FlatStore::expose(int index) {
+  for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
+    parameters_[static_cast<std::size_t>(entry)].set_data(view_of(entry, flat(index).values));
+  }
+}
+
+void FlatStore::release(int index) {
+  for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
+    parameters_[static_cast<std::size_t>(entry)].set_data(
+        poisons_[static_cast<std::size_t>(entry)]);
+  }
+  take_memory(flat(index).values);
+}
+
+void FlatStore::share_values(int index, int writer) {
+  at::NoGradGuard no_grad;
+  auto& tensors = flat(index);
+  if (tensors.values.numel() == 0) return;
+  group_.broadcast(tensors.values.view(at::kByte), writer, label(index)).wait();
+  const auto mine = shards_.mine(index);
+  if (tensors.shard.defined()) {
+    tensors.shard.copy_(tensors.values.narrow(0, mine.begin, mine.size()));
+  }
+  if (tensors.own_master) tensors.master.copy_(optimized_values(index));
+  for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
+    versions_[static_cast<std::size_t>(entry)] =
+        parameters_[static_cast<std::size_t>(entry)]._version();
+  }
+}
+
 at::Tensor FlatStore::optimized_values(int index) {
+  if (shards_.splits_parameters()) return flat(index).shard;
   const auto range = shards_.optimized(index);
   return flat(index).values.narrow(0, range.begin, range.size());
 }
@@ -220,6 +311,9 @@ at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* wh
 
 at::Tensor FlatStore::whole_master(int index) {
   const auto& tensors = flat(index);
+  if (shards_.splits_parameters()) {
+    return gathered(tensors.master.defined() ? tensors.master : tensors.shard, index, "master");
+  }
   if (!tensors.master.defined()) return tensors.values;
   if (!shards_.splits_optimizer()) return tensors.master;
   return tensors.own_master ? gathered(tensors.master, index, "master") : tensors.values;

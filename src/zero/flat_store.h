@@ -17,7 +17,9 @@ namespace poise::zero {
 
 // Tensors of one ParamTable::Flat, all 1-D.
 struct FlatTensors {
-  at::Tensor values;        // [whole] what the parameters are views of
+  at::Tensor values;        // [whole] what the parameters are views of; where they are sharded it
+                            // has memory only while they are gathered
+  at::Tensor shard;         // [shard] this rank's part of the values, where they are sharded
   at::Tensor master;        // [optimized] fp32; the values themselves where those are fp32;
                             // undefined if frozen
   at::Tensor accumulator;   // [whole] or [shard], fp32 unless asked otherwise; undefined if frozen
@@ -48,6 +50,14 @@ class FlatStore {
   // The values that all ranks updated, each its shard, become whole on every rank: submitted at
   // once, to be waited for.
   Event gather_values(int flat);
+  // Sharded parameters: a flat's values get memory and are on their way; parameters are views of
+  // them; parameters throw their name when touched and the memory is gone.
+  Event gather_parameters(int flat);
+  void expose(int flat);
+  void release(int flat);
+  // The whole values of rank `writer` become everybody's; shards and masters follow.
+  void share_values(int flat, int writer);
+
   // The same for the sums of gradients that each rank has of its shard.
   Event gather_gradient(int flat);
   // A whole copy of what every rank holds a shard of: masters or summed gradients. All ranks call.
@@ -65,7 +75,7 @@ class FlatStore {
   void refresh(int entry);
 
  private:
-  void rehome(const config::PrecisionPolicy& policy, int flat, const memory::Ledger& ledger);
+  void rehome(const config::PrecisionPolicy& policy, int flat);
   at::Tensor original_values(int flat);
   at::Tensor gathered(const at::Tensor& mine, int flat, const char* what);
   std::string label(int flat) const;
@@ -73,8 +83,10 @@ class FlatStore {
   const ParamTable& table_;
   const Shards& shards_;
   comm::Group& group_;
+  const memory::Ledger& ledger_;
   std::vector<FlatTensors> flats_;
   std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> poisons_;  // by entry, where parameters are sharded
   std::vector<std::uint32_t> versions_;
   bool edit_noted_ = false;
 };

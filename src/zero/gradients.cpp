@@ -48,12 +48,12 @@ struct Gradients::Hook : torch::autograd::FunctionPreHook {
 };
 
 Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& shards,
-                     comm::Group& group, const config::ZeroPolicy& policy,
+                     comm::Group& group, const config::ZeroPolicy& policy, Following& following,
                      const memory::Ledger& ledger)
     : table_(table),
       store_(store),
       shards_(shards),
-      reducer_(table, store, shards, group, policy.overlap, ledger),
+      reducer_(table, store, shards, group, policy.overlap, following, ledger),
       norm_valid_(table.entries().size()),
       shared_(std::make_shared<Shared>()) {
   shared_->owner = this;
@@ -73,7 +73,9 @@ Gradients::~Gradients() {
   shared_->owner = nullptr;
 }
 
-Gradients::Taking::Taking(Gradients& gradients, MicroBatch position) : gradients_(gradients) {
+Gradients::Taking::Taking(Gradients& gradients, MicroBatch position, Count count)
+    : gradients_(gradients) {
+  gradients_.counts_ = count == Count::yes;
   gradients_.begin_micro_batch(position);
   gradients_.shared_->taking.store(true, std::memory_order_release);
 }
@@ -115,6 +117,7 @@ at::Tensor Gradients::dense(int entry, const at::Tensor& gradient) {
 }
 
 void Gradients::take(int entry, const at::Tensor& gradient) {
+  if (!counts_) return;
   at::NoGradGuard no_grad;
   const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
   auto& pile = reducer_.pile_of(place.flat);

@@ -17,21 +17,22 @@
 namespace poise::zero {
 
 enum class MicroBatch { inner, last };  // of its window
+enum class Count { no, yes };
 
 class Gradients {
  public:
   // All references outlive this. Hooks of a dropped Gradients let gradients pass untouched.
   Gradients(const ParamTable& table, FlatStore& store, const Shards& shards, comm::Group& group,
-            const config::ZeroPolicy& policy, const memory::Ledger& ledger);
+            const config::ZeroPolicy& policy, Following& following, const memory::Ledger& ledger);
   ~Gradients();
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
 
   // While it lives gradients are taken; otherwise a backward of the user's own fills .grad as
-  // usual.
+  // usual. Uncounted ones are dropped: their backward runs for the sake of other ranks.
   class Taking {
    public:
-    Taking(Gradients& gradients, MicroBatch position);
+    Taking(Gradients& gradients, MicroBatch position, Count count = Count::yes);
     ~Taking();
     Taking(const Taking&) = delete;
     Taking& operator=(const Taking&) = delete;
@@ -43,9 +44,15 @@ class Gradients {
   // The end of a micro-batch's backward: what has to be joined now and was not yet, is.
   void end_micro_batch();
 
-  // A micro-batch that other ranks run and this one does not: their gradients are joined with
-  // zeros.
+  // The backward of a unit has ended; only where parameters are sharded.
+  void join_unit(int unit) { reducer_.join_unit(unit); }
+
+  // A micro-batch that other ranks run and this one does not, where the order of joins is known:
+  // their gradients are joined with zeros.
   void follow_micro_batch(MicroBatch position);
+  // The same where other ranks say the order.
+  void begin_following(MicroBatch position) { begin_micro_batch(position); }
+  void join_flat(int flat) { reducer_.join_flat(flat); }
 
   // Makes every accumulator whole at the end of a window: zeros where no gradient came, joined
   // over ranks, norms where the last pass did not make them.
@@ -77,6 +84,7 @@ class Gradients {
   std::vector<char> norm_valid_;  // by entry: for what the accumulator holds now
   at::Tensor squared_norms_;      // [entries] fp64
   MicroBatch position_ = MicroBatch::inner;
+  bool counts_ = true;
   bool sparse_noted_ = false;
   std::shared_ptr<Shared> shared_;
   // Held: a tensor keeps only a weak pointer to its accumulator, and the hook lives in the

@@ -31,12 +31,14 @@ void zero_gaps(const ParamTable& table, const ParamTable::Flat& layout, Pile& pi
 }  // namespace
 
 Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards,
-                 comm::Group& group, bool overlap, const memory::Ledger& ledger)
+                 comm::Group& group, bool overlap, Following& following,
+                 const memory::Ledger& ledger)
     : table_(table),
       store_(store),
       shards_(shards),
       group_(group),
       overlap_(overlap),
+      following_(following),
       ledger_(ledger),
       place_(table.entries().size()),
       flats_(table.flats().size()) {
@@ -106,7 +108,10 @@ void Reducer::added(int entry) {
   auto& came = state(flat).came[static_cast<std::size_t>(place_[static_cast<std::size_t>(entry)])];
   if (came == 0) --state(flat).missing;
   came = 1;
-  if (joins_ && overlap_ && state(flat).missing == 0) submit_ready();
+  // Where units say when their backward ends, they are joined then.
+  if (joins_ && overlap_ && !shards_.splits_parameters() && state(flat).missing == 0) {
+    submit_ready();
+  }
 }
 
 bool Reducer::ready(int flat) { return state(flat).missing == 0 && !waits_for_end(flat); }
@@ -164,15 +169,31 @@ void Reducer::land(const Flight& flight) {
   s.shard_written = true;
 }
 
+void Reducer::join_unit(int unit) {
+  if (!joins_ || !overlap_) return;
+  for (const int flat : order_) {
+    if (layout(flat).unit != unit) continue;
+    following_.say(Following::Operation::join, flat);
+    join_flat(flat);
+  }
+}
+
+void Reducer::join_flat(int flat) {
+  submit(flat, pile_of(flat), shards_.reduces_every_micro_batch() || state(flat).submitted);
+}
+
 void Reducer::end_micro_batch() {
   if (!joins_) return;
-  for (; next_ < order_.size(); ++next_) {
-    const int flat = order_[next_];
-    submit(flat, pile_of(flat), shards_.reduces_every_micro_batch());
+  for (const int flat : order_) {
+    if (state(flat).submitted) continue;
+    following_.say(Following::Operation::join, flat);
+    join_flat(flat);
   }
   for (const int flat : order_) {  // gradients that came after their flat went
     auto& s = state(flat);
-    if (s.transient.sum.defined()) submit(flat, s.transient, true);
+    if (!s.transient.sum.defined()) continue;
+    following_.say(Following::Operation::join, flat);
+    submit(flat, s.transient, true);
   }
   land_all();
   joins_ = false;

@@ -16,6 +16,7 @@
 
 #include "poise/comm.h"
 #include "zero/flat_store.h"
+#include "zero/following.h"
 
 namespace poise::zero {
 
@@ -28,7 +29,7 @@ struct Pile {
 class Reducer {
  public:
   Reducer(const ParamTable& table, FlatStore& store, const Shards& shards, comm::Group& group,
-          bool overlap, const memory::Ledger& ledger);
+          bool overlap, Following& following, const memory::Ledger& ledger);
 
   void start_window();
   // Whether this micro-batch's gradients are joined with those of the other ranks.
@@ -37,6 +38,10 @@ class Reducer {
   Pile& pile_of(int flat);
   void added(int entry);
   int place_of(int entry) const { return place_[static_cast<std::size_t>(entry)]; }
+  // Where parameters are sharded: the backward of a unit has ended.
+  void join_unit(int unit);
+  // A rank that follows: the flat is joined with what came here, so with zeros.
+  void join_flat(int flat);
   // Joins what was not joined yet; no gradient may come afterwards.
   void end_micro_batch();
   // On one rank: zeros in the accumulators where no gradient came in the whole window.
@@ -75,6 +80,7 @@ class Reducer {
   const Shards& shards_;
   comm::Group& group_;
   const bool overlap_;
+  Following& following_;
   const memory::Ledger& ledger_;
   std::vector<int> order_;  // flats in order of their reduces
   std::vector<int> place_;  // by entry: its place in its flat

@@ -27,7 +27,7 @@ class Shards {
   int rank() const { return rank_; }
   int size() const { return size_; }
   bool splits_optimizer() const { return stage_ >= 1; }
-  bool splits_gradients() const { return stage_ >= 2; }
+  bool splits_gradients() const { return stage_ >= 2 && every_; }
   bool splits_parameters() const { return stage_ >= 3; }
   // Whether gradients are joined in every micro-batch, or once per window.
   bool reduces_every_micro_batch() const { return every_; }
