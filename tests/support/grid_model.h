@@ -27,6 +27,7 @@ struct GridModel {
   at::Tensor embedding = normal({kVocabulary, kWidth}, 21, 0.4);
   std::vector<Block> blocks;
   at::Tensor unused = normal({3}, 22);
+  std::vector<zero::Unit> units = std::vector<zero::Unit>(kBlocks);  // bound to an engine or not
   std::set<std::string> frozen{"blocks.0.frozen", "blocks.1.frozen"};
 
   explicit GridModel(at::ScalarType dtype = at::kFloat) {
@@ -80,14 +81,22 @@ struct GridModel {
     return made;
   }
 
+  static at::Tensor forward(const Block& b, const at::Tensor& x) {
+    const auto type = x.scalar_type();
+    auto h = at::layer_norm(x, {kWidth}, b.norm.to(type)) * b.frozen.to(type);
+    h = at::gelu(at::linear(h, b.weight.to(type), b.bias.to(type)));
+    return x + (h * b.scale.to(h.scalar_type())).to(type);
+  }
+
+  void bind(const Engine& engine) {
+    for (std::size_t i = 0; i < units.size(); ++i) units[i] = engine.unit(join("blocks.", i));
+  }
+
   // Sum over tokens of the loss of predicting the next one. tokens [rows, length].
   at::Tensor loss_sum(const at::Tensor& tokens) const {
     auto x = at::embedding(embedding, tokens.slice(1, 0, -1));
-    for (const auto& b : blocks) {
-      const auto type = x.scalar_type();
-      auto h = at::layer_norm(x, {kWidth}, b.norm.to(type)) * b.frozen.to(type);
-      h = at::gelu(at::linear(h, b.weight.to(type), b.bias.to(type)));
-      x = x + (h * b.scale.to(h.scalar_type())).to(type);
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      x = units[i]([&](const at::Tensor& input) { return forward(blocks[i], input); }, x);
     }
     const auto logits = at::linear(x, embedding).flatten(0, 1);
     const auto wide = logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);
@@ -208,12 +217,18 @@ class PlainTraining {
   int updates_ = 0;
 };
 
-// Values of the trainable parameters by name.
+// Values of the parameters by name.
 using Values = std::map<std::string, at::Tensor>;
 inline Values values_of(GridModel& model) {
   Values values;
   for (auto& [name, tensor] : model.slots()) values[name] = tensor->detach().clone();
   return values;
+}
+
+// The same of an engine's model, at any stage; all ranks.
+inline Values values_of(Engine& engine, GridModel& model) {
+  const auto whole = engine.gathered();
+  return values_of(model);
 }
 
 // Root mean square of the difference over all elements.

@@ -51,12 +51,13 @@ TEST(Agreement, RanksStartFromTheValuesAndBuffersOfRankZero) {
 }
 
 TEST(Agreement, AnExceptionOnOneRankEndsAll) {
-  for (const int stage : {0, 1, 2}) {
+  for (const int stage : {0, 1, 2, 3}) {
     const auto errors = testing::errors_on_ranks(3, [&](std::shared_ptr<comm::Group> group) {
       GridModel model;
       Config config;
       config.zero.stage = stage;
       Engine engine(model.view(), config, group);
+      model.bind(engine);
       const std::vector<at::Tensor> window{test::make_tokens(2, 1), test::make_tokens(2, 2)};
       int calls = 0;
       engine.step(window, [&](const at::Tensor& b) {
@@ -100,12 +101,13 @@ TEST(Agreement, AGroupOfAnotherDeviceIsRefused) {
 
 // A world of 1,024 that is not there: shapes, bytes and calls of a real step.
 TEST(Agreement, AStepRunsInAFakeWorldOf1024) {
-  for (const int stage : {0, 1, 2}) {
+  for (const int stage : {0, 1, 2, 3}) {
     const auto group = comm::fake(1023, 1024);
     GridModel model;
     Config config;
     config.zero.stage = stage;
     Engine engine(model.view(), config, group);
+    model.bind(engine);
     group->reset_traffic();
     engine.step(test::equal_windows(2)(0), [&](const at::Tensor& b) {
       return Loss::sum(model.loss_sum(b), test::counted(b));

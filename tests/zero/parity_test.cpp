@@ -81,10 +81,26 @@ TEST_P(Parity, StagesAgreeAndStayNearFloat64) {
   }
   const double of_plain = error_of(test::values_of(plain.model), exact);
 
+  struct Way {
+    std::string name;
+    int stage;
+    config::Reduce reduce = config::Reduce::automatic;
+    config::KeepGathered keep = config::KeepGathered::no;
+  };
+  const std::vector<Way> ways{
+      {"0", 0}, {"1", 1}, {"3 last", 3, config::Reduce::last},
+      {"2", 2}, {"3", 3}, {"3 kept", 3, config::Reduce::every, config::KeepGathered::window}};
+  constexpr std::size_t kFirstLast = 0, kFirstEvery = 3;
   std::vector<Outcome> by_stage;
-  for (int stage = 0; stage <= 2; ++stage) {
-    SCOPED_TRACE("stage " + std::to_string(stage));
-    run.config = config_of(c, stage);
+  const auto config_of_way = [&, c = c](const Way& way) {
+    auto config = config_of(c, way.stage);
+    config.zero.reduce = way.reduce;
+    config.zero.keep_gathered = way.keep;
+    return config;
+  };
+  for (const auto& way : ways) {
+    SCOPED_TRACE("stage " + way.name);
+    run.config = config_of_way(way);
     by_stage.push_back(test::train(run));
     expect_ranks_equal(by_stage.back());
     EXPECT_LE(error_of(by_stage.back().masters[0], exact), 2 * of_plain);
@@ -93,24 +109,25 @@ TEST_P(Parity, StagesAgreeAndStayNearFloat64) {
       EXPECT_NEAR(by_stage.back().results[0][i].loss, losses[i], tolerance * losses[i]);
     }
   }
-  EXPECT_EQ(test::first_difference(by_stage[0].masters[0], by_stage[1].masters[0]), "");
-  EXPECT_EQ(test::first_difference(by_stage[0].parameters[0], by_stage[1].parameters[0]), "");
+  for (std::size_t i = 0; i < ways.size(); ++i) {  // the same bits in each order of reduction
+    SCOPED_TRACE("stage " + ways[i].name);
+    const auto& same = by_stage[i < kFirstEvery ? kFirstLast : kFirstEvery];
+    EXPECT_EQ(test::first_difference(same.masters[0], by_stage[i].masters[0]), "");
+    EXPECT_EQ(test::first_difference(same.parameters[0], by_stage[i].parameters[0]), "");
+  }
 
   // Overlap and when operations run change nothing.
-  for (const int stage : {1, 2}) {
-    run.config = config_of(c, stage);
+  for (const std::size_t i : {1, 3, 4}) {
+    SCOPED_TRACE("stage " + ways[i].name);
+    run.config = config_of_way(ways[i]);
     run.config.zero.overlap = false;
     const auto apart = test::train(run);
-    EXPECT_EQ(test::first_difference(apart.masters[0],
-                                     by_stage[static_cast<std::size_t>(stage)].masters[0]),
-              "");
+    EXPECT_EQ(test::first_difference(apart.masters[0], by_stage[i].masters[0]), "");
     run.config.zero.overlap = true;
     Stream::set_test_delay(7, 300);
     const auto delayed = test::train(run);
     Stream::set_test_delay(0, 0);
-    EXPECT_EQ(test::first_difference(delayed.masters[0],
-                                     by_stage[static_cast<std::size_t>(stage)].masters[0]),
-              "");
+    EXPECT_EQ(test::first_difference(delayed.masters[0], by_stage[i].masters[0]), "");
   }
 }
 

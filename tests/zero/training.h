@@ -59,6 +59,7 @@ inline Outcome train(const Training& run) {
       for (auto& [name, tensor] : model.slots()) tensor->add_(static_cast<double>(rank));
     }
     Engine engine(model.view(), run.config, group);
+    model.bind(engine);
     for (int update = 0; update < run.updates; ++update) {
       group->reset_traffic();
       outcome.results[rank].push_back(engine.step(
@@ -66,7 +67,7 @@ inline Outcome train(const Training& run) {
           [&](const at::Tensor& b) { return Loss::sum(model.loss_sum(b), counted(b)); }));
       outcome.traffic[rank] = group->traffic();
     }
-    outcome.parameters[rank] = values_of(model);
+    outcome.parameters[rank] = values_of(engine, model);
     for (auto& [name, tensor] : model.slots()) {
       outcome.masters[rank][name] = engine.master(name).clone();
     }

@@ -29,7 +29,7 @@ Config config_of(int stage) {
 }
 
 class Stages : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(All, Stages, ::testing::Values(0, 1, 2));
+INSTANTIATE_TEST_SUITE_P(All, Stages, ::testing::Values(0, 1, 2, 3));
 
 class UnevenWindows : public ::testing::TestWithParam<std::tuple<int, std::vector<std::size_t>>> {};
 
@@ -54,7 +54,7 @@ TEST_P(UnevenWindows, GiveTheTrainingOfTheirMicroBatches) {
   EXPECT_EQ(test::first_difference(outcome.parameters[0], outcome.parameters[1]), "");
 }
 INSTANTIATE_TEST_SUITE_P(Counts, UnevenWindows,
-                         ::testing::Combine(::testing::Values(0, 1, 2),
+                         ::testing::Combine(::testing::Values(0, 1, 2, 3),
                                             ::testing::Values(std::vector<std::size_t>{3, 2},
                                                               std::vector<std::size_t>{2, 3},
                                                               std::vector<std::size_t>{3, 0},
@@ -64,6 +64,7 @@ TEST_P(Stages, AWindowWithoutAnyMicroBatchIsAnErrorOnAllRanks) {
   const auto errors = testing::errors_on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
     GridModel model;
     Engine engine(model.view(), config_of(GetParam()), group);
+    model.bind(engine);
     engine.step(0, [](std::size_t) { return Loss(); });
   });
   for (const auto& error : errors) EXPECT_THAT(error, ::testing::HasSubstr("no micro-batches"));
@@ -86,7 +87,8 @@ TEST_P(OneRankDecides, NothingChangesOnAnyRank) {
     auto config = config_of(stage);
     config.precision.dtype = fault.dtype;
     Engine engine(model.view(), config, group);
-    const auto before = test::values_of(model);
+    model.bind(engine);
+    const auto before = test::values_of(engine, model);
     const double scale = engine.loss_scale();
     const std::vector<at::Tensor> window{test::make_tokens(2, 5), test::make_tokens(2, 6)};
     const auto result = engine.step(window, [&](const at::Tensor& b) {
@@ -94,11 +96,11 @@ TEST_P(OneRankDecides, NothingChangesOnAnyRank) {
       return Loss::sum(model.loss_sum(b), test::counted(b));
     });
     EXPECT_EQ(result.status, fault.status);
-    EXPECT_EQ(test::first_difference(before, test::values_of(model)), "");
+    EXPECT_EQ(test::first_difference(before, test::values_of(engine, model)), "");
     EXPECT_EQ(engine.loss_scale(), fault.status == Status::overflow ? scale / 2 : scale);
     EXPECT_EQ(engine.updates(), 0);
     if (fault.status == Status::overflow || fault.status == Status::nonfinite_gradient) {
-      EXPECT_EQ(result.first_bad_parameter, "blocks.0.norm");
+      EXPECT_EQ(result.first_bad_parameter, "embedding");
     }
     // and the next window trains
     const auto next = engine.step(window, [&](const at::Tensor& b) {
@@ -110,7 +112,7 @@ TEST_P(OneRankDecides, NothingChangesOnAnyRank) {
 
 // The loss is finite, the gradient of one parameter is not.
 Loss with_infinite_gradient(const GridModel& model, const at::Tensor& batch) {
-  const auto x = model.blocks[0].norm.sum();
+  const auto x = model.embedding.sum();
   return Loss::sum(model.loss_sum(batch) + at::sqrt(x - x) * 1.0, test::counted(batch));
 }
 Loss nonfinite(const GridModel& model, const at::Tensor& batch) {
@@ -120,7 +122,7 @@ Loss nonfinite(const GridModel& model, const at::Tensor& batch) {
 
 INSTANTIATE_TEST_SUITE_P(
     Faults, OneRankDecides,
-    ::testing::Combine(::testing::Values(0, 1, 2),
+    ::testing::Combine(::testing::Values(0, 1, 2, 3),
                        ::testing::Values(Fault{"overflow", config::DType::fp16,
                                                with_infinite_gradient, Status::overflow},
                                          Fault{"gradient", config::DType::fp32,
@@ -144,11 +146,12 @@ TEST_P(Stages, ARankThatCountsNothingTakesPartWithZeros) {
   testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
     GridModel model;
     Engine engine(model.view(), config_of(GetParam()), group);
+    model.bind(engine);
     const auto result = engine.step(
         window, [&](const at::Tensor& b) { return loss(model, b, group->rank() == 1); });
     EXPECT_EQ(result.status, Status::applied);
     EXPECT_EQ(result.tokens, test::counted(window[0]) + test::counted(window[1]));
-    EXPECT_LE(test::rms_difference(test::values_of(model), test::values_of(alone)), 1e-6);
+    EXPECT_LE(test::rms_difference(test::values_of(engine, model), test::values_of(alone)), 1e-6);
   });
 }
 
@@ -168,6 +171,7 @@ TEST_P(Stages, GradientsAreWholeMeansAndMayBeWritten) {
   testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
     GridModel model;
     Engine engine(model.view(), config, group);
+    model.bind(engine);
     const auto loss = [&](const at::Tensor& b) {
       return Loss::sum(model.loss_sum(b), test::counted(b));
     };
@@ -175,7 +179,10 @@ TEST_P(Stages, GradientsAreWholeMeansAndMayBeWritten) {
       return std::vector<at::Tensor>{window[static_cast<std::size_t>(2 * rank)],
                                      window[static_cast<std::size_t>(2 * rank + 1)]};
     };
-    for (const auto& b : share_of(group->rank())) engine.backward(loss(b));
+    for (const auto& b : share_of(group->rank())) {
+      const auto scope = engine.forward_scope();
+      engine.backward(loss(b));
+    }
     engine.begin_update();
     const auto embedding = engine.gradient("embedding");
     const auto weight = engine.gradient("blocks.1.weight");
@@ -198,6 +205,8 @@ TEST_P(Stages, ThreeCallsGiveTheBitsOfTheWindow) {
     GridModel by_window, by_calls;
     Engine window_engine(by_window.view(), config, group);
     Engine calls_engine(by_calls.view(), config, group);
+    by_window.bind(window_engine);
+    by_calls.bind(calls_engine);
     for (int update = 0; update < 3; ++update) {
       auto window = test::equal_windows(4)(update + 10 * group->rank());
       window.resize(update == 2 ? 1 : 2);  // the last one is partial
@@ -210,7 +219,9 @@ TEST_P(Stages, ThreeCallsGiveTheBitsOfTheWindow) {
       }
       calls_engine.step(update == 2 ? Last::yes : Last::no);
     }
-    EXPECT_EQ(test::first_difference(test::values_of(by_window), test::values_of(by_calls)), "");
+    EXPECT_EQ(test::first_difference(test::values_of(window_engine, by_window),
+                                     test::values_of(calls_engine, by_calls)),
+              "");
   });
 }
 
@@ -220,10 +231,16 @@ TEST_P(Stages, AnEditOnAllRanksReachesTheMasters) {
   testing::on_ranks(3, [&](std::shared_ptr<comm::Group> group) {
     GridModel model;
     Engine engine(model.view(), config, group);
+    model.bind(engine);
     {
+      // At stage 3 whole parameters exist in gathered() only, and one rank's edit is everybody's.
+      const bool sharded = config.zero.stage == 3;
+      auto whole = engine.gathered(sharded ? std::optional(1) : std::nullopt);
       at::NoGradGuard no_grad;
-      model.embedding.fill_(0.25);
-      model.blocks[0].scale.fill_(2);
+      if (!sharded || group->rank() == 1) {
+        model.embedding.fill_(0.25);
+        model.blocks[0].scale.fill_(2);
+      }
     }
     engine.step(test::equal_windows(1)(0), [&](const at::Tensor& b) {
       return Loss::sum(model.loss_sum(b), test::counted(b));
