@@ -27,12 +27,12 @@ std::string grouped(std::int64_t number) {
   return text;
 }
 
-std::string arithmetic(const Config& config) {
+std::string arithmetic(const Config& config, int ranks) {
   const auto& batch = config.batch;
-  const auto accumulation = config::accumulation(batch);
-  const auto global = batch.micro_batch_size * accumulation;
+  const auto accumulation = config::accumulation(batch, ranks);
+  const auto global = batch.micro_batch_size * accumulation * ranks;
   return join("  micro-batch ", batch.micro_batch_size, " x accumulation ", accumulation,
-              " x ranks 1 = global batch ", global, ", ",
+              " x ranks ", ranks, " = global batch ", global, ", ",
               grouped(global * config.model.sequence_length), " tokens an update");
 }
 
@@ -63,8 +63,9 @@ std::string attention(const Config& config, c10::Device device) {
   return choice >= 0 && choice < 4 ? names[choice] : std::to_string(choice);
 }
 
-std::string length(const Config& config, const data::ByteCorpus& corpus) {
-  const auto window = config.batch.micro_batch_size * config::accumulation(config.batch);
+std::string length(const Config& config, const data::ByteCorpus& corpus, int ranks) {
+  const auto window =
+      config.batch.micro_batch_size * config::accumulation(config.batch, ranks) * ranks;
   const double epochs = static_cast<double>(config.train.max_updates * window) /
                         static_cast<double>(std::max<std::int64_t>(1, corpus.size()));
   char text[32];
@@ -74,17 +75,28 @@ std::string length(const Config& config, const data::ByteCorpus& corpus) {
               " updates are ", text, " epochs");
 }
 
+// One line for several ranks, none for one.
+std::vector<std::string> sharding(const Config& config, const comm::Group& group) {
+  if (group.size() == 1) return {};
+  const char* split[] = {"nothing is sharded", "optimizer states are sharded",
+                         "optimizer states and gradients are sharded",
+                         "optimizer states, gradients and parameters are sharded"};
+  return {join("  ", group.size(), " ranks over ", group.backend(), ", ZeRO stage ",
+               config.zero.stage, ": ", split[config.zero.stage])};
+}
+
 }  // namespace
 
 std::vector<std::string> banner(const Config& config, const ModelView& model,
                                 const data::ByteCorpus& corpus, const std::vector<bool>& recomputed,
-                                c10::Device device) {
+                                const comm::Group& group) {
+  const auto device = group.device();
   const auto count = std::count(recomputed.begin(), recomputed.end(), true);
   const auto budget = config.memory.budget_bytes;
-  return {
+  std::vector<std::string> lines{
       join("poise trains ", config.model.builtin, " on ", device.str()),
-      arithmetic(config),
-      length(config, corpus),
+      arithmetic(config, group.size()),
+      length(config, corpus, group.size()),
       join("  ", parameters(model), "; ", types(config.precision)),
       join("  ", config.optimizer.type, ", learning rate ", config.optimizer.lr, ", ",
            config.schedule.type, ", warmup ", config.schedule.warmup_updates,
@@ -93,6 +105,8 @@ std::vector<std::string> banner(const Config& config, const ModelView& model,
            config.checkpointing.policy,
            "); memory budget: ", budget == 0 ? "none" : memory::format_bytes(budget)),
   };
+  for (auto& line : sharding(config, group)) lines.push_back(std::move(line));
+  return lines;
 }
 
 }  // namespace poise::cli

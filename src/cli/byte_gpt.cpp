@@ -81,7 +81,8 @@ ByteGpt::ByteGpt(const config::ModelPolicy& policy, std::uint64_t seed)
       pos_(EmbeddingOptions(policy.sequence_length, policy.width)),
       ln_(norm(policy.width)),
       head_(LinearOptions(policy.width, kVocabulary).bias(false)),
-      recomputed_(static_cast<std::size_t>(policy.layers), false) {
+      recomputed_(static_cast<std::size_t>(policy.layers), false),
+      units_(static_cast<std::size_t>(policy.layers)) {
   register_module("tok", tok_);
   register_module("pos", pos_);
   for (std::int64_t i = 0; i < policy.layers; ++i) {
@@ -125,6 +126,11 @@ void ByteGpt::recompute(std::vector<bool> units, checkpointing::Options::Keep ke
   region_.keep = keep;
 }
 
+void ByteGpt::bind(const Engine& engine) {
+  const auto names = units();
+  for (std::size_t i = 0; i < names.size(); ++i) units_[i] = engine.unit(names[i]);
+}
+
 at::Tensor ByteGpt::hidden(const at::Tensor& bytes) {
   const auto time = bytes.size(1);
   if (time > policy_.sequence_length) {
@@ -135,10 +141,13 @@ at::Tensor ByteGpt::hidden(const at::Tensor& bytes) {
   auto x = at::dropout(tok_(bytes) + pos_(positions), policy_.dropout, is_training());
   for (std::size_t i = 0; i < recomputed_.size(); ++i) {
     const auto block = blocks_->ptr<ByteGptBlock>(i);
-    x = recomputed_[i]
-            ? checkpointing::recompute(
-                  [block](const at::Tensor& input) { return block->forward(input); }, x, region_)
-            : block->forward(x);
+    const auto run = [block](const at::Tensor& input) { return block->forward(input); };
+    // The unit outside: what is recomputed needs no third gather.
+    x = units_[i](
+        [&](const at::Tensor& input) {
+          return recomputed_[i] ? checkpointing::recompute(run, input, region_) : run(input);
+        },
+        x);
   }
   return ln_(x);
 }

@@ -47,6 +47,9 @@ class ByteGpt : public torch::nn::Module {
   void recompute(std::vector<bool> units,
                  checkpointing::Options::Keep keep = checkpointing::Options::Keep::nothing);
 
+  // Where the engine shards parameters, the blocks run as its units.
+  void bind(const Engine& engine);
+
   at::Tensor forward(const at::Tensor& bytes);  // int64 [B, T] -> fp32 logits [B, T, 256]
   Loss loss(const data::Batch& batch);          // mean cross-entropy over B x T bytes
 
@@ -64,6 +67,7 @@ class ByteGpt : public torch::nn::Module {
   torch::nn::LayerNorm ln_;
   torch::nn::Linear head_;
   std::vector<bool> recomputed_;
+  std::vector<zero::Unit> units_;  // of the blocks
   checkpointing::Options region_;  // of a recomputed block
 };
 

@@ -12,6 +12,7 @@ namespace poise::cli {
 
 Metrics::Metrics(const std::string& folder, Output output)
     : path_((std::filesystem::path(folder) / "metrics.jsonl").string()), output_(output) {
+  if (output == Output::nothing) return;
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (!error) file_.open(path_, std::ios::trunc);
@@ -22,6 +23,7 @@ Metrics::Metrics(const std::string& folder, Output output)
 }
 
 void Metrics::write(const nlohmann::ordered_json& line) {
+  if (output_ == Output::nothing) return;
   using Handler = nlohmann::ordered_json::error_handler_t;
   const std::string text = line.dump(-1, ' ', /*ensure_ascii=*/false, Handler::replace);
   file_ << text << '\n' << std::flush;

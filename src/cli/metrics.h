@@ -12,7 +12,8 @@ namespace poise::cli {
 
 class Metrics {
  public:
-  // Makes the folder and an empty metrics.jsonl in it; Output::json also prints every line.
+  // Makes the folder and an empty metrics.jsonl in it; Output::json also prints every line,
+  // Output::nothing writes none.
   Metrics(const std::string& folder, Output output);
 
   void write(const nlohmann::ordered_json& line);  // throws Error where the disk does not take it

@@ -34,14 +34,15 @@ const char* name(config::DType dtype) {
 
 }  // namespace
 
-Report::Report(const Config& config, Output output)
+Report::Report(const Config& config, Output output, int ranks)
     : config_(config),
       output_(output),
+      ranks_(ranks),
       metrics_(config.train.output_dir, output),
       terminal_(output == Output::text && isatty(STDOUT_FILENO) != 0) {
   // Lines of the log would be written into the live line.
   old_sink_ = log::set_sink([this](log::Level level, const std::string& text) {
-    if (output_ == Output::json) {
+    if (output_ != Output::text) {
       std::cerr << text << '\n';
     } else {
       line(text);
@@ -55,7 +56,7 @@ Report::~Report() {
 }
 
 void Report::line(const std::string& text) {
-  if (output_ == Output::json) return;
+  if (output_ != Output::text) return;
   if (live_) std::cout << '\n';
   live_ = false;
   std::cout << text << std::endl;
@@ -167,14 +168,14 @@ void Report::finish(const std::optional<std::string>& error,
     peak_bytes_ = held->peak_bytes;
     accounts_ = held->at_peak;
   }
-  const auto accumulation = config::accumulation(config_.batch);
+  const auto accumulation = config::accumulation(config_.batch, ranks_);
   Json losses = Json::array();
   for (const double loss : losses_) losses.push_back(plain(loss));
   Json out = {
       {"summary", true},
       {"language", "cpp"},
-      {"ranks", 1},
-      {"stage", 0},
+      {"ranks", ranks_},
+      {"stage", config_.zero.stage},
       {"precision", name(config_.precision.dtype)},
       {"micro_batch", config_.batch.micro_batch_size},
       {"accumulation", accumulation},

@@ -17,7 +17,7 @@ namespace poise::cli {
 
 class Report {
  public:
-  Report(const Config& config, Output output);
+  Report(const Config& config, Output output, int ranks);
   ~Report();
   Report(const Report&) = delete;
   Report& operator=(const Report&) = delete;
@@ -40,6 +40,7 @@ class Report {
 
   const Config& config_;
   Output output_;
+  int ranks_;
   Metrics metrics_;
   bool terminal_;
   bool live_ = false;  // a line without its end is on the screen

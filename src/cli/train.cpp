@@ -1,7 +1,7 @@
 // The run itself: setting up, the loop, the end.
 #include "cli/train.h"
 
-#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/utils.h>
 
@@ -14,10 +14,10 @@
 #include "cli/report.h"
 #include "cli/trace.h"
 #include "poise/checkpointing.h"
+#include "poise/comm.h"
 #include "poise/data.h"
 #include "poise/engine.h"
 #include "poise/error.h"
-#include "poise/precision.h"
 
 namespace poise::cli {
 namespace {
@@ -66,17 +66,25 @@ std::shared_ptr<ByteGpt> build_model(const Config& config, c10::Device device) {
   return model;
 }
 
-data::WindowLoader open_loader(const Config& config,
-                               std::shared_ptr<const data::ByteCorpus> corpus) {
+data::WindowLoader open_loader(const Config& config, std::shared_ptr<const data::ByteCorpus> corpus,
+                               const comm::Group& group) {
   data::SamplerOptions sampler;
   sampler.seed = config.engine.seed;
+  sampler.ranks = group.size();
+  sampler.rank = group.rank();
   sampler.order = config.data.shuffle ? data::Order::shuffled : data::Order::sequential;
   sampler.tail = data::Tail::next_epoch;  // every update has the banner's number of tokens
   data::WindowOptions window;
   window.micro_batch_size = config.batch.micro_batch_size;
-  window.accumulation = config::accumulation(config.batch);
+  window.accumulation = config::accumulation(config.batch, group.size());
   window.prefetch = config.data.prefetch;
   return {std::move(corpus), sampler, window};
+}
+
+std::shared_ptr<comm::Group> join_group(const Config& config) {
+  const auto timeout = std::chrono::duration<double>(config.comm.timeout_seconds);
+  return comm::from_environment(
+      {.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout)});
 }
 
 data::Batch on(c10::Device device, const data::Batch& batch) {
@@ -87,7 +95,10 @@ data::Batch on(c10::Device device, const data::Batch& batch) {
 // Everything of one run; the members are made in the order a run needs them.
 class Run {
  public:
-  Run(const Config& config, Output output) : config_(config), report_(config, output) {}
+  Run(const Config& config, Output output)
+      : config_(config),
+        group_(join_group(config)),
+        report_(config, group_->rank() == 0 ? output : Output::nothing, group_->size()) {}
 
   int go();
 
@@ -101,22 +112,25 @@ class Run {
 
   const Config& config_;
   InterruptScope interrupt_;
+  std::shared_ptr<comm::Group> group_;
   Report report_;
-  c10::Device device_ = at::hasCUDA() && at::getNumGPUs() > 0 ? c10::kCUDA : c10::kCPU;
+  const c10::Device device_ = group_->device();
   Corpora corpora_;
   std::shared_ptr<ByteGpt> model_;
   std::unique_ptr<Engine> engine_;
 };
 
 void Run::set_up() {
-  torch::manual_seed(config_.engine.seed);  // of dropout
+  // Of dropout: every rank has a stream of its own.
+  torch::manual_seed(config_.engine.seed + static_cast<std::uint64_t>(group_->rank()));
   corpora_ = open_corpora(config_);
   model_ = build_model(config_, device_);
   const auto model_view = view(*model_);
   report_.banner(banner(config_, model_view, *corpora_.train,
                         checkpointing::recomputed_units(config_.checkpointing, model_->units()),
-                        device_));
-  engine_ = std::make_unique<Engine>(model_view, config_);
+                        *group_));
+  engine_ = std::make_unique<Engine>(model_view, config_, group_);
+  model_->bind(*engine_);
 }
 
 StepResult Run::update(std::vector<data::Batch>& window) {
@@ -128,7 +142,7 @@ StepResult Run::update(std::vector<data::Batch>& window) {
 
 void Run::loop() {
   using Clock = std::chrono::steady_clock;
-  auto loader = open_loader(config_, corpora_.train);
+  auto loader = open_loader(config_, corpora_.train, *group_);
   Trace trace(config_.train.profile_updates,
               (std::filesystem::path(config_.train.output_dir) / "trace.json").string());
   for (std::int64_t number = 1; number <= config_.train.max_updates; ++number) {
@@ -147,9 +161,7 @@ void Run::loop() {
 void Run::validate() {
   if (!corpora_.validation) return;
   const at::NoGradGuard no_grad;
-  const memory::AccountScope scope(engine_->ledger(), memory::Account::activations);
-  const precision::AutocastGuard autocast(device_.type(),
-                                          precision::autocast_dtype(config_.precision));
+  const auto scope = engine_->forward_scope();
   model_->eval();
   double sum = 0, samples = 0;
   const auto size = corpora_.validation->size(), micro = config_.batch.micro_batch_size;
@@ -175,9 +187,10 @@ void Run::finish() {
     for (std::int64_t i = 0; i < std::min(kPromptBytes, input.numel()); ++i) {
       prompt += static_cast<char>(input[i].item<std::int64_t>());
     }
-    const memory::AccountScope scope(engine_->ledger(), memory::Account::activations);
-    const precision::AutocastGuard autocast(device_.type(),
-                                            precision::autocast_dtype(config_.precision));
+    const auto whole = engine_->gathered();  // only rank 0 writes
+    if (group_->rank() > 0) return;
+    const at::NoGradGuard no_grad;
+    const auto scope = engine_->forward_scope();
     report_.sample(prompt, model_->generate(prompt, config_.train.sample_bytes, kTemperature,
                                             config_.engine.seed));
   }
@@ -196,13 +209,16 @@ int Run::go() {
     report_.finish(std::nullopt, std::nullopt);
     return 0;
   } catch (const Interrupted& interrupted) {
+    group_->abort("ended by signal " + std::to_string(interrupted.signal));
     report_.note("ended by signal " + std::to_string(interrupted.signal));
     report_.finish("ended by signal " + std::to_string(interrupted.signal), held());
     return 128 + interrupted.signal;
   } catch (const c10::Error& error) {  // out of memory is one: the message without its backtrace
+    group_->abort(error.what_without_backtrace());
     report_.finish(error.what_without_backtrace(), held());
     throw;
   } catch (const std::exception& error) {
+    group_->abort(error.what());
     report_.finish(error.what(), held());
     throw;
   }

@@ -5,7 +5,7 @@
 
 namespace poise::cli {
 
-enum class Output { text, json };
+enum class Output { text, json, nothing };  // nothing: ranks other than 0
 
 // Returns the exit code; throws Error.
 int train(const Config& config, Output output);
