@@ -10,13 +10,17 @@ group = poise.comm.from_environment()
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from poise import _C
 from poise._C import Group
 
-__all__ = ["Group", "fake", "from_environment", "from_process_group", "one_rank"]
+__all__ = ["Group", "fake", "from_environment", "from_process_group", "group_for", "one_rank"]
 
 _HALF_AN_HOUR = 1800.0
 
@@ -50,3 +54,25 @@ def from_environment(timeout: float = _HALF_AN_HOUR) -> Group:
 def fake(rank: int, size: int, device: torch.device | str = "cpu") -> Group:
     """Rank `rank` of a world of `size` that is not there; counts and moves nothing."""
     return _C.fake_group(rank, size, torch.device(device))
+
+
+# Process groups that engines use: two groups over the same one would mix their collectives.
+_of_process_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+
+def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_HOUR) -> Group:
+    """The group an engine takes: a Group as it is, a process group of torch.distributed wrapped, and
+    for None the default process group where there is one, else one rank."""
+    if isinstance(given, Group):
+        return given
+    if given is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return one_rank(device)
+        given = dist.group.WORLD
+    if given.size() == 1:
+        return one_rank(device)
+    group = _of_process_groups.get(given.group_name)
+    if group is None:
+        group = from_process_group(given, device, timeout)
+        _of_process_groups[given.group_name] = group
+    return group

@@ -6,14 +6,15 @@ recomputed, and turns what a loss function returns into the parts that the runti
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from poise import _C, checkpointing, model_view
+from poise import _C, _units, checkpointing, comm, model_view
 from poise._C import Error, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
@@ -33,15 +34,31 @@ class Engine:
       config: settings, in any form that poise.config.read_config takes.
       units: classes, class names or name patterns of the modules that belong together; None: the
         entries of the model's largest list of blocks.
+      group: the ranks that train together: a poise.comm.Group or a torch.distributed process
+        group. None: torch.distributed's default group where it is initialized, else one rank.
+        All ranks build the same model from the same settings; rank 0's values hold.
     """
 
     def __init__(
-        self, model: nn.Module, config: ConfigLike = None, units: model_view.UnitChoice = None
+        self,
+        model: nn.Module,
+        config: ConfigLike = None,
+        units: model_view.UnitChoice = None,
+        group: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
         self.model = model
         self.config = read_config(config)
+        self.group = comm.group_for(
+            group, model_view.device_of(model), settings_of(self.config)["comm"]["timeout_seconds"]
+        )
+        if model_view.is_compiled(model) and self._shards_parameters():
+            raise Error(
+                "[engine] the model was compiled before the engine: at zero.stage 3 its blocks are "
+                "run by the engine, which a compiled model would pass by; compile it after the "
+                "engine is made, or compile the forward of its blocks"
+            )
         blocks = model_view.find_units(model, units)
         parameters = model_view.named_parameters(model)
         self._names = {id(parameter): name for name, parameter in reversed(parameters)}
@@ -50,8 +67,13 @@ class Engine:
             model_view.named_buffers(model),
             model_view.unit_parameters(model, blocks),
             self.config,
+            self.group,
         )
-        self._recompute(blocks)
+        self._whole = 0  # scopes of gathered() that are open
+        undo = contextlib.ExitStack()
+        self._recompute(blocks, undo)
+        self._shard(blocks, undo)
+        weakref.finalize(self, undo.close).atexit = False
 
     def step(
         self,
@@ -133,6 +155,32 @@ class Engine:
         """Says that a parameter was edited through `.data`; other edits are noticed."""
         self._engine.refresh(self._name_of(parameter))
 
+    @contextlib.contextmanager
+    def gathered(self, writer: int | None = None) -> Iterator[None]:
+        """`with engine.gathered():` all parameters are whole, at every stage: to evaluate without
+        the engine, to generate, to read, to edit.
+
+        All ranks enter and leave it, between windows; what they run inside needs no other rank.
+
+        Args:
+          writer: the rank whose values become everybody's at the end; None: values stay as they are.
+        """
+        scope = self._engine.gathered(writer)
+        self._whole += 1
+        try:
+            yield
+        finally:
+            self._whole -= 1
+            scope.close()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state_dict with whole tensors, as copies; all ranks."""
+        with self.gathered():
+            return {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self.model.state_dict().items()
+            }
+
     def memory(self) -> dict[str, Any]:
         """The ledger: bytes now and at the peak, in total and by account."""
         return self._engine.memory()
@@ -180,7 +228,30 @@ class Engine:
             return self.model(*batch)
         return self.model(batch)
 
-    def _recompute(self, blocks: list[tuple[str, nn.Module]]) -> None:
+    def _shards_parameters(self) -> bool:
+        return self.group.size > 1 and settings_of(self.config)["zero"]["stage"] == 3
+
+    def _shard(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
+        """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""
+        if not self._shards_parameters():
+            return
+        known = set(self.units)
+        modules = [(module, self._engine.unit(name)) for name, module in blocks if name in known]
+        for forward in _units.attach(modules):
+            undo.callback(forward.remove)
+        engine = weakref.ref(self)
+
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            alive = engine()
+            if alive is not None and not alive._whole:
+                raise Error(
+                    "[engine] state_dict() of a model whose parameters are sharded (zero.stage 3); "
+                    "use engine.state_dict(), or call it inside engine.gathered(), on all ranks"
+                )
+
+        undo.callback(self.model.register_state_dict_pre_hook(refuse).remove)
+
+    def _recompute(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
         policy = settings_of(self.config)["checkpointing"]
         if policy["policy"] == "none":
             return
@@ -192,4 +263,4 @@ class Engine:
             )
         names = policy["units"] or [name for name, _ in blocks] or None
         handle = checkpointing.apply(self.model, policy["policy"], policy["n"], names)
-        weakref.finalize(self, handle.remove).atexit = False
+        undo.callback(handle.remove)

@@ -32,6 +32,12 @@ def named_parameters(model: nn.Module) -> NamedTensors:
     return [(plain_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Of the first parameter; the CPU where there is none."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
 def named_buffers(model: nn.Module) -> NamedTensors:
     return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
 
@@ -63,16 +69,10 @@ def find_units(model: nn.Module, units: UnitChoice = None) -> list[tuple[str, nn
 
 
 def unit_parameters(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> Units:
-    """The parameters of each unit by name; one that several units use lives in the first."""
-    owner: dict[int, int] = {}
-    names: Units = [(name, []) for name, _ in units]
-    for index, (_, module) in enumerate(units):
-        for parameter in module.parameters():
-            owner.setdefault(id(parameter), index)
-    for name, parameter in model.named_parameters():
-        if id(parameter) in owner:
-            names[owner[id(parameter)]][1].append(plain_name(name))
-    return [unit for unit in names if unit[1]]
+    """The parameters of each unit by name; one that several units use is listed by all of them."""
+    names = {id(p): plain_name(name) for name, p in reversed(list(model.named_parameters()))}
+    listed = [(name, [names[id(p)] for p in module.parameters()]) for name, module in units]
+    return [unit for unit in listed if unit[1]]
 
 
 def _chosen(name: str, module: nn.Module, units: Sequence[str | type]) -> bool:

@@ -40,11 +40,11 @@ std::vector<NamedTensor> named(NamedTensors tensors) {
 }
 
 EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units,
-                      const Config& config) {
+                      const Config& config, std::shared_ptr<comm::Group> group) {
   ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}};
   for (auto& [name, names] : units) view.units.push_back({std::move(name), std::move(names)});
   py::gil_scoped_release release;
-  return EnginePtr(new Engine(view, config));
+  return EnginePtr(new Engine(view, config, std::move(group)));
 }
 
 Loss::Kind to_kind(const std::string& kind) {
@@ -164,9 +164,17 @@ void bind_engine(py::module_& module) {
       .def("__enter__", &ForwardGuard::enter)
       .def("__exit__", [](ForwardGuard& guard, const py::args&) { guard.exit(); });
 
+  py::class_<zero::Unit>(module, "Unit", "Runs a block while its parameters are whole.")
+      .def("enter", &zero::Unit::enter, py::arg("inputs"), NoGil())
+      .def("leave", &zero::Unit::leave, py::arg("outputs"), NoGil())
+      .def("abandon", &zero::Unit::abandon, NoGil());
+
+  py::class_<Engine::Gathered>(module, "GatheredScope", "All parameters are whole until close().")
+      .def("close", &Engine::Gathered::close, NoGil());
+
   py::class_<Engine, EnginePtr>(module, "Engine", "The C++ engine; use poise.Engine.")
       .def(py::init(&make_engine), py::arg("parameters"), py::arg("buffers"), py::arg("units"),
-           py::arg("config"))
+           py::arg("config"), py::arg("group") = nullptr)
       .def("step_window", &step_window, py::arg("count"), py::arg("loss"),
            py::arg("counts") = std::vector<double>{})
       .def(
@@ -191,6 +199,13 @@ void bind_engine(py::module_& module) {
       .def("gradient", &Engine::gradient, py::arg("name"), NoGil())
       .def("refresh", &Engine::refresh, py::arg("name"), NoGil())
       .def("master", &Engine::master, py::arg("name"), NoGil())
+      .def("unit", &Engine::unit, py::arg("name"))
+      .def(
+          "gathered",
+          [](Engine& engine, std::optional<int> writer) {
+            return std::make_unique<Engine::Gathered>(engine.gathered(writer));
+          },
+          py::arg("writer"), py::keep_alive<0, 1>(), NoGil())
       .def("memory", &memory_of)
       .def_property_readonly("config", [](const Engine& engine) { return engine.config(); })
       .def_property_readonly("units", [](const Engine& engine) { return engine.table().units(); })
