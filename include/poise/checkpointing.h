@@ -59,10 +59,9 @@ POISE_API at::Tensor kept_attention(const at::Tensor& query, const at::Tensor& k
                                     const at::Tensor& value, Mask mask);
 
 // Which of `units` (names in forward order) the policy recomputes: one flag each. every_n: units n,
-// 2n,
-// ... counted from 1; sqrt: all but about sqrt(count) evenly spread ones, the last among them;
-// first_m: the first n; list: shell patterns; selective: all, with Keep::marked. Throws Error on an
-// unknown policy, an n that fits no unit, or a pattern that matches none.
+// 2n and so on, counted from 1; sqrt: all but about sqrt(count) evenly spread ones, the last among
+// them; first_m: the first n; list: shell patterns; selective: all, with Keep::marked. Throws Error
+// on an unknown policy, an n that fits no unit, or a pattern that matches none.
 POISE_API std::vector<bool> recomputed_units(const config::CheckpointingPolicy& policy,
                                              const std::vector<std::string>& units);
 
@@ -97,6 +96,9 @@ class HookProvider {
   virtual ~HookProvider() = default;
   virtual void push(std::shared_ptr<SavedTensorHooks> hooks) = 0;  // for this thread
   virtual void pop() = 0;
+  // A second run was left early by an exception of pack() that nobody will see: where a language
+  // keeps a pending error of its own beside it, that one goes too.
+  virtual void drop_error() {}
 };
 POISE_API void set_hook_provider(HookProvider* provider);  // the caller keeps it alive for ever
 

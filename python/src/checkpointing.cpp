@@ -45,7 +45,14 @@ class PythonHookProvider : public checkpointing::HookProvider {
   }
   void pop() override {
     py::gil_scoped_acquire gil;
+    py::error_scope pending;  // one that is on its way out must not meet the hooks' destructors
     at::SavedTensorDefaultHooks::pop_hooks();
+  }
+  // torch throws a failed hook's error as its python_error and leaves it set in the thread: C++
+  // that catches the exception does not clear it, and the next Python call would fail over it.
+  void drop_error() override {
+    py::gil_scoped_acquire gil;
+    PyErr_Clear();
   }
 };
 

@@ -72,14 +72,18 @@ class SecondRunHooks : public SavedTensorHooks {
   std::string difference_;
 };
 
-// Runs to the point where everything is there. The exception that leaves `forward` early may come
-// back as another type (Python turns it into its own), so the hooks' own memory decides.
-void run_until_recomputed(const SecondRunHooks& hooks, const std::function<void()>& forward) {
+// Runs under `hooks` to the point where everything is there. The exception that leaves `forward`
+// early may come back as another type (Python turns it into its own), so the hooks' own memory
+// decides. Where `forward` caught it and went on, what it left behind is dropped all the same.
+void run_until_recomputed(const std::shared_ptr<SecondRunHooks>& hooks,
+                          const std::function<void()>& forward) {
+  HookScope scope(hooks);
   try {
     forward();
   } catch (...) {
-    if (!hooks.left_early()) throw;
+    if (!hooks->left_early()) throw;
   }
+  if (hooks->left_early()) scope.drop_error();
 }
 
 }  // namespace
@@ -153,11 +157,10 @@ void Frame::second_run() {
   RandomScope random;
   BufferScope buffers(options_.buffers);
   if (random_) random_->restore();
-  {
-    HookScope scope(hooks);
+  run_until_recomputed(hooks, [&] {
     RunScope run(Run::Kind::second, this);
-    run_until_recomputed(*hooks, [&] { forward_(inputs); });
-  }
+    forward_(inputs);
+  });
   hooks->check();
 }
 

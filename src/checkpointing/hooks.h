@@ -15,6 +15,9 @@ class HookScope {
   HookScope(const HookScope&) = delete;
   HookScope& operator=(const HookScope&) = delete;
 
+  // After an exception of these hooks was caught for good.
+  void drop_error() { provider_.drop_error(); }
+
  private:
   HookProvider& provider_;
 };
