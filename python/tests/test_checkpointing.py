@@ -291,3 +291,101 @@ def test_retained_graph_and_two_forwards_then_two_backwards():
     c = torch.autograd.grad(first, params)
     torch.manual_seed(1)
     assert_same_bits(c, torch.autograd.grad(model(x).sum(), params))
+
+
+class Stack(nn.Module):
+    """Equal blocks of which each saves its input and two tensors four times as wide."""
+
+    WIDTH = 8
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(self.WIDTH, 4 * self.WIDTH, bias=False),
+                nn.GELU(),
+                nn.Linear(4 * self.WIDTH, self.WIDTH, bias=False),
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_the_peak_is_inputs_and_one_block(blocks):
+    rows = 512
+    narrow, wide = 4 * rows * Stack.WIDTH, 16 * rows * Stack.WIDTH
+    weight = 16 * Stack.WIDTH**2
+    # Of the last block's two, where one before it is recomputed: its input has gone by then, and the
+    # gradient of that input has come.
+    gradients = 2 * weight if blocks > 1 else 0
+
+    def peaks(apply):
+        model, gradient = Stack(blocks), torch.randn(rows, Stack.WIDTH)
+        if apply:
+            checkpointing.apply(model, units="blocks.?")
+        with poise.memory.Ledger() as ledger:
+            y = model(torch.randn(rows, Stack.WIDTH))
+            held = ledger.snapshot().current_bytes - narrow  # of which y is nobody's to recompute
+            ledger.reset_peak()
+            y.backward(gradient)
+            return held, ledger.snapshot().peak_bytes - narrow
+
+    assert peaks(apply=False) == (
+        blocks * (narrow + 2 * wide),
+        blocks * (narrow + 2 * wide) + wide + weight,
+    )
+    assert peaks(apply=True) == (
+        blocks * narrow,
+        blocks * narrow + 3 * wide + weight + gradients,
+    )
+
+
+class Refusal(Exception):
+    pass
+
+
+def test_an_error_in_the_second_run_keeps_its_type_through_the_engine():
+    def broken(x):
+        y = model.inp(x).exp()
+        if checkpointing.recomputing() and angry:
+            raise Refusal("second")
+        return model.head(y.exp())
+
+    model, x = make()
+    engine = poise.Engine(model, {"batch": {"micro_batch_size": 6}})
+    angry = True
+    for _ in range(2):
+        with pytest.raises(Refusal, match="second"):
+            engine.step([x], lambda x: checkpointing.recompute(broken, x).pow(2).mean())
+    angry = False
+    assert engine.step([x], lambda x: checkpointing.recompute(broken, x).pow(2).mean()).applied
+
+
+def test_a_mismatch_keeps_its_type_through_the_engine():
+    def half(x):
+        return model(x[:3] if checkpointing.recomputing() else x)
+
+    model, x = make()
+    engine = poise.Engine(model, {"batch": {"micro_batch_size": 6}})
+    with pytest.raises(poise.Error, match="recompute differs from forward"):
+        engine.step([x], lambda x: checkpointing.recompute(half, x).pow(2).mean())
+    assert engine.step([x], lambda x: model(x).pow(2).mean()).applied
+
+
+def test_an_error_of_the_users_own_hooks_keeps_its_type_through_cpp():
+    def pack(tensor):
+        raise Refusal("not kept")
+
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
+    targets = torch.zeros(4, dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
+        pytest.raises(Refusal, match="not kept"),
+    ):
+        poise.chunked_cross_entropy(hidden, weight, None, targets, 2)
+    poise.chunked_cross_entropy(hidden, weight, None, targets, 2)[0].backward()

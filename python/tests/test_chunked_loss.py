@@ -66,3 +66,27 @@ def test_bad_label_is_named():
     targets[2, 3] = 11
     with pytest.raises(poise.Error, match="target 11, classes are 0 to 10"):
         poise.chunked_cross_entropy(hidden, weight, bias, targets)
+
+
+def test_the_peak_is_two_chunks_and_the_gradients():
+    tokens, width, classes, chunk = 512, 8, 1024, 32
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(classes, width, requires_grad=True)
+    targets = torch.randint(classes, (tokens,))
+
+    def peak(loss):
+        with poise.memory.Ledger() as ledger:
+            loss().backward()
+            return ledger.snapshot().peak_bytes
+
+    def whole():
+        return functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+
+    def chunked():
+        return poise.chunked_cross_entropy(hidden, weight, None, targets, chunk)[0]
+
+    logits, gradients = 4 * tokens * classes, 4 * (tokens + classes) * width
+    vectors = 2 * 8 * tokens  # the mask and copies of the targets
+    assert peak(whole) >= 2 * logits
+    hidden.grad = weight.grad = None
+    assert peak(chunked) <= 2 * 4 * chunk * classes + gradients + vectors < logits / 2
