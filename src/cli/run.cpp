@@ -74,6 +74,18 @@ int complain(const std::string& message) {
   return kFailed;
 }
 
+// Prints the help, the version or the complaint. CLI11 says that a command is missing, but not what
+// stood in its place.
+int stop(const CLI::App& app, const CLI::ParseError& error) {
+  const auto strangers = app.remaining();
+  if (app.get_subcommands().empty() && !strangers.empty()) {
+    std::cerr << "poise: error: no command or option \"" << strangers.front()
+              << "\"; run with --help for more information\n";
+    return kUsage;
+  }
+  return app.exit(error) == 0 ? 0 : kUsage;
+}
+
 }  // namespace
 
 int run(int argc, const char* const* argv) {
@@ -83,7 +95,7 @@ int run(int argc, const char* const* argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsage;  // prints the help, the version or the complaint
+    return stop(app, error);
   }
   try {
     return dispatch(app, arguments);
