@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import (
 )
 
 from poise import _C
+from poise._C import Error
 
 _log = logging.getLogger("poise")
 
@@ -128,6 +130,7 @@ class LoaderFeed:
         self._source, self._accumulation = batches, accumulation
         self.num_workers = getattr(batches, "num_workers", 0)
         self._said = False
+        self._one_pass, self._started = _gives_each_once(batches), False
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -137,7 +140,8 @@ class LoaderFeed:
 
     def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
         _tell_epoch(self._source, epoch)
-        batches = self._from(offset)
+        # A generator around it: islice() asks iter() again, and some iterators start anew then.
+        batches = (batch for batch in self._from(offset))
         while window := list(itertools.islice(batches, self._accumulation)):
             offset += len(window)
             yield window, offset
@@ -155,6 +159,13 @@ class LoaderFeed:
                     )
                 )
             return iter(_again(source, batch_sampler=_Skipping(source.batch_sampler, offset)))
+        if self._one_pass and self._started:
+            raise Error(
+                f"[data] a {type(source).__name__} cannot be read a second time (a new epoch, an error "
+                "or close() starts anew, and what was read ahead is gone); give a Dataset, a DataLoader, "
+                "or an object whose iter() starts from the beginning"
+            )
+        self._started = True
         if offset == 0:
             return iter(source)
         if not self._said:
@@ -175,6 +186,16 @@ class _Skipping:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._sampler), self._skipped, None)
+
+
+def _gives_each_once(source: Any) -> bool:
+    """Whether it is one of Python's own iterators (a generator, map, zip), which never start anew.
+
+    An `__iter__` written in Python may return self and start anew all the same.
+    """
+    return isinstance(source, Iterator) and not isinstance(
+        type(source).__iter__, types.FunctionType
+    )
 
 
 def _tell_epoch(source: Any, epoch: int) -> None:

@@ -98,7 +98,7 @@ class WindowIterator:
     A map-style dataset (or a DataLoader over one with torch's own samplers) is read in the order of
     ResumableSampler, and resuming touches no skipped sample. A DataLoader with a sampler of its own
     keeps its order and resumes by skipping indices. Iterable data is resumed by reading and dropping
-    batches, which is said in the log.
+    batches, which is said in the log; a generator can be read once, and asking it again is an error.
 
     Args:
         data: Dataset or sequence of samples, DataLoader, or any other iterable of batches.

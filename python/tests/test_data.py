@@ -257,6 +257,57 @@ def test_errors_keep_their_type_and_leave_no_thread(prefetch):
     assert threading.active_count() == before
 
 
+def counted_batches(log):
+    for i in range(6):
+        if i == 3:
+            raise KeyError("batch 3 is broken")
+        log.append(i)
+        yield torch.tensor([i])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_generator_that_failed_does_not_look_like_one_that_ended(prefetch):
+    windows = WindowIterator(counted_batches([]), prefetch=prefetch)
+    assert lists([next(windows) for _ in range(3)]) == [[[0]], [[1]], [[2]]]
+    with pytest.raises(KeyError, match="batch 3 is broken"):
+        next(windows)
+    for _ in range(2):
+        with pytest.raises(poise.Error, match="a generator cannot be read a second time"):
+            next(windows)
+    assert windows.cursor == 3
+
+
+def test_a_generator_is_not_started_again_without_what_was_read_ahead():
+    log = []
+    windows = WindowIterator(counted_batches(log), prefetch=2)
+    assert lists([next(windows)]) == [[[0]]]
+    windows.close()
+    assert log[0] == 0
+    with pytest.raises(poise.Error, match="cannot be read a second time"):
+        next(windows)
+    two_epochs = WindowIterator((torch.tensor([i]) for i in range(2)), epochs=2)
+    with pytest.raises(poise.Error, match="cannot be read a second time"):
+        list(two_epochs)
+
+
+class Restarting:
+    """Returns itself from iter(), from the beginning."""
+
+    def __iter__(self):
+        self.i = 0
+        return self
+
+    def __next__(self):
+        self.i += 1
+        if self.i > 2:
+            raise StopIteration
+        return torch.tensor([self.i])
+
+
+def test_an_iterator_that_starts_anew_may():
+    assert lists(WindowIterator(Restarting(), epochs=2)) == [[[1]], [[2]], [[1]], [[2]]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_interpreter_exits_while_reading_ahead(workers):
     script = (

@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "poise/interrupt.h"
+
 namespace poise::data {
 
 struct ReadAhead::Slot {
@@ -107,7 +109,7 @@ ReadAhead::Window ReadAhead::take() {
   slots_.pop_front();
   {
     std::unique_lock lock(worker_->mutex);
-    worker_->changed.wait(lock, [&] { return slot->done; });
+    interruptible_wait(worker_->changed, lock, [&] { return slot->done; });
   }
   if (slot->error) std::rethrow_exception(slot->error);
   return std::move(slot->window);

@@ -29,7 +29,8 @@ class ReadAhead {
   void request(std::int64_t cursor);
   // Windows requested and not taken; 0 in a freshly forked child.
   std::size_t requested();
-  // The oldest requested window, waiting for it; throws what reading it threw.
+  // The oldest requested window, waiting for it; throws what reading it threw, or what an interrupt
+  // of the wait throws. Either way the window is no longer requested.
   Window take();
   void drop();  // forgets every request
 

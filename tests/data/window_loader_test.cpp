@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "poise/data.h"
+#include "poise/interrupt.h"
 #include "temp_dir.h"
 
 namespace poise::data {
@@ -27,7 +28,8 @@ class Numbers : public Source {
   explicit Numbers(std::int64_t n) : n_(n) {}
   std::int64_t size() const override { return n_; }
   Batch batch(const Indices& indices) const override {
-    if (delay.count() > 0) std::this_thread::sleep_for(delay);
+    const auto pause = delay.load();
+    if (pause.count() > 0) std::this_thread::sleep_for(pause);
     std::lock_guard lock(mutex_);
     for (const std::int64_t i : indices) {
       if (i == bad) throw std::range_error("sample is broken");
@@ -40,7 +42,7 @@ class Numbers : public Source {
     return read_;
   }
   std::atomic<std::int64_t> bad{-1};
-  std::chrono::milliseconds delay{0};
+  std::atomic<std::chrono::milliseconds> delay{std::chrono::milliseconds(0)};
 
  private:
   std::int64_t n_;
@@ -156,6 +158,44 @@ TEST(WindowLoader, ErrorsComeFromTheNextThatMeetsThemAndCanBeRetried) {
     EXPECT_EQ(values_of((*loader.next())[0]), (Indices{6, 7}));
     EXPECT_EQ(loader.cursor(), 12);
   }
+}
+
+// A failure belongs to its window: those before it are whole, and where nobody wants it any more
+// nobody hears of it.
+TEST(WindowLoader, AFailureAheadIsSeenOnceAndOnlyByItsWindow) {
+  const auto source = std::make_shared<Numbers>(60);
+  source->bad = 14;  // in the third window, which is read while the first is handed out
+  WindowLoader loader(source, {.order = Order::sequential}, options(5));
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{0, 1}));
+  for (int wait = 0; wait < 500 && source->read().size() < 30; ++wait) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));  // until those after it are read
+  }
+  source->bad = -1;
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{6, 7}));
+  EXPECT_THROW(loader.next(), std::range_error);
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{12, 13}));
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{18, 19}));
+
+  source->bad = 50;
+  loader.seek(36);
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{36, 37}));
+  loader.seek(0);
+  for (std::int64_t first = 0; first < 36; first += 6) {
+    EXPECT_EQ(values_of((*loader.next())[0])[0], first);
+  }
+}
+
+struct Interrupted {};
+
+TEST(WindowLoader, AWaitForAWindowCanBeInterrupted) {
+  const auto source = std::make_shared<Numbers>(60);
+  source->delay = std::chrono::milliseconds(150);
+  WindowLoader loader(source, {.order = Order::sequential}, options(2));
+  auto* const before = set_interrupt_check([] { throw Interrupted{}; });
+  EXPECT_THROW(loader.next(), Interrupted);
+  set_interrupt_check(before);
+  source->delay = std::chrono::milliseconds(0);
+  EXPECT_EQ(values_of((*loader.next())[0]), (Indices{0, 1})) << "the next call reads it again";
 }
 
 TEST(WindowLoader, StopsWithoutReadingTheRest) {
