@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from poise import _C, Error, bench
-from poise.bench import optimizer
+from poise.bench import ledger, optimizer
 
 
 def test_both_sides_do_the_same_update():
@@ -58,3 +58,12 @@ def test_lines_are_printed_and_kept(tmp_path, capsys, monkeypatch):
     assert "NOT reached" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["nothing", "--out", str(out)])
+
+
+def test_the_step_is_counted_on_one_side_only():
+    step = ledger._SmallStep()
+    step.run()
+    parameters = 4 * sum(p.numel() for p in step.model.parameters())
+    assert step.counted() > parameters  # the gradients at least
+    (figure,) = ledger.counting_allocator_overhead(repeats=2)
+    assert figure["value"] == pytest.approx(figure["with_ms"] / figure["without_ms"], abs=2e-3)

@@ -15,6 +15,7 @@ _MEASUREMENTS = {
     "step_vs_torch": "poise.bench.step:step_vs_torch",
     "cpp_vs_python": "poise.bench.step:cpp_vs_python",
     "peak_flat": "poise.bench.step:peak_flat",
+    "counting_allocator_overhead": "poise.bench.ledger:counting_allocator_overhead",
 }
 
 
