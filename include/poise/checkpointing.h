@@ -89,7 +89,8 @@ class SavedTensorHooks {
   virtual std::shared_ptr<void> pack(const at::Tensor& tensor) = 0;
   virtual at::Tensor unpack(const std::shared_ptr<void>& packed) = 0;
 };
-// Not a std::exception, so that handlers in user code let it pass.
+// Not a std::exception, so that handlers in user code let it pass. (In a Python process it reaches
+// C++ as torch's python_error, which is one: let that pass where recomputing() says so.)
 struct POISE_API EverythingRecomputed {};
 class HookProvider {
  public:
