@@ -76,6 +76,17 @@ void read_document(Config& config, const Json& document) {
   }
 }
 
+// Runs `read`; its Error then ends in where the text came from.
+template <class Read>
+void with_place(const std::string& place, Read read) {
+  try {
+    read();
+  } catch (const Error& error) {
+    if (place.empty()) throw;
+    throw Error(join(error.what(), " (in ", place, ")"));
+  }
+}
+
 // "optimizer.lr=1e-3": the value is JSON where it parses as JSON, else text.
 void read_override(Config& config, const std::string& setting) {
   const auto equals = setting.find('=');
@@ -86,6 +97,21 @@ void read_override(Config& config, const std::string& setting) {
   const std::string path = setting.substr(0, equals);
   const std::string value = setting.substr(equals + 1);
   read_key(config, path, Json::accept(value) ? parse(value) : Json(value));
+}
+
+// `place`: the file of `text`, empty for none. Settings that contradict each other may come from
+// both places.
+Config read_all(const std::string& text, const std::vector<std::string>& overrides,
+                const std::string& place) {
+  Config result;
+  with_place(place, [&] { read_document(result, parse(text)); });
+  for (const auto& setting : overrides) {
+    with_place("setting " + shown(setting), [&] { read_override(result, setting); });
+  }
+  const bool both = !place.empty() && !overrides.empty();
+  with_place(both ? place + " with the settings given beside it" : place,
+             [&] { result.validate(); });
+  return result;
 }
 
 std::string last_part(const std::string& path) { return path.substr(path.rfind('.') + 1); }
@@ -122,11 +148,7 @@ void fail_unknown(const std::string& path, const std::vector<std::string>& known
 }  // namespace config
 
 Config Config::from_json(const std::string& text, const std::vector<std::string>& overrides) {
-  Config result;
-  config::read_document(result, config::parse(text));
-  for (const auto& setting : overrides) config::read_override(result, setting);
-  result.validate();
-  return result;
+  return config::read_all(text, overrides, "");
 }
 
 Config Config::from_json_file(const std::string& path, const std::vector<std::string>& overrides) {
@@ -138,11 +160,7 @@ Config Config::from_json_file(const std::string& path, const std::vector<std::st
     fail("config", "cannot read ", config::shown(path), "; check that it is a readable file");
   }
   text.resize(static_cast<std::size_t>(file.gcount()));
-  try {
-    return from_json(text, overrides);
-  } catch (const Error& error) {
-    throw Error(join(error.what(), " (in ", config::shown(path), ")"));
-  }
+  return config::read_all(text, overrides, config::shown(path));
 }
 
 std::string Config::to_json() const {

@@ -189,6 +189,33 @@ TEST(Read, OverridesComeLast) {
   EXPECT_THAT(message_of("{}", {"optimizer={\"lr\":1}"}), HasSubstr("unknown key optimizer"));
 }
 
+// A message says where its key stands: in the file, in a setting beside it, or in both together.
+TEST(Read, ErrorsSayWhereTheKeyStands) {
+  const std::string path = ::testing::TempDir() + "/poise_config_place_test.json";
+  std::ofstream(path) << R"({"batch": {"micro_batch_size": 4}, "model": {"heads": 3}})";
+  const auto message = [&](const std::vector<std::string>& overrides) -> std::string {
+    try {
+      Config::from_json_file(path, overrides);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_THAT(message({"model.heads=4", "optimizer.rl=1"}),
+              AllOf(HasSubstr("unknown key optimizer.rl"), HasSubstr("(in setting optimizer.rl=1)"),
+                    Not(HasSubstr(path))));
+  EXPECT_THAT(message({"optimizer.lr=fast"}),
+              AllOf(HasSubstr("optimizer.lr is \"fast\""), Not(HasSubstr(path))));
+  EXPECT_THAT(message({}), AllOf(HasSubstr("no multiple of model.heads 3"),
+                                 HasSubstr("(in " + path + ")"), Not(HasSubstr("settings"))));
+  EXPECT_THAT(message({"model.heads=5"}),
+              AllOf(HasSubstr("no multiple of model.heads 5"),
+                    HasSubstr("(in " + path + " with the settings given beside it)")));
+  EXPECT_EQ(message({"model.heads=4"}), "accepted");
+  EXPECT_THAT(message_of("{\"train\": {\"log_every\": 0}}"), Not(HasSubstr("(in ")));
+  std::filesystem::remove(path);
+}
+
 TEST(Read, FilesThatCannotBeReadAreNamed) {
   const auto read = [](const std::string& path) -> std::string {
     try {
