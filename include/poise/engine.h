@@ -166,6 +166,7 @@ class Module;
 
 namespace poise {
 // The view of a torch::nn module: parameters and buffers by name; units are its repeated blocks
-// (the entries of the largest ModuleList or Sequential) and one for the rest.
+// (the entries of the largest ModuleList or Sequential, one whose entries are of one class before
+// any other) and one for the rest.
 POISE_API ModelView view(const torch::nn::Module& module);
 }  // namespace poise

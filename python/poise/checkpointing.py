@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from poise import _C
+from poise import _C, model_view
 from poise._C import Error, recomputing
 
 __all__ = ["Handle", "apply", "chunked_cross_entropy", "recompute", "recomputing"]
@@ -117,13 +117,7 @@ def apply(
 
     Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
     """
-    if policy == "list" and units is None:
-        raise Error("[checkpointing] policy 'list' without units; name some")
-    names = _repeated_blocks(model) if units is None else _named_units(model, units)
-    flags = _C.recomputed_units(policy, n, names if policy == "list" else [], names)
-    chosen = {
-        name: model.get_submodule(name) for name, flag in zip(names, flags, strict=False) if flag
-    }
+    chosen = select(model, policy, n, units)
     for name, module in chosen.items():
         if isinstance(module.__dict__.get("forward"), _Recomputed):
             raise Error(
@@ -134,24 +128,34 @@ def apply(
     return Handle(chosen)
 
 
-def _repeated_blocks(model: nn.Module) -> list[str]:
-    best, best_numel = None, 0
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        numel = sum(p.numel() for p in module.parameters())
-        if len({type(child) for child in module}) == 1 and numel > best_numel:
-            best, best_numel = (name, module), numel
-    if best is None:
+def select(
+    model: nn.Module,
+    policy: str = "every_n",
+    n: int = 1,
+    units: str | type | Sequence[str | type] | None = None,
+) -> dict[str, nn.Module]:
+    """The modules that ``apply`` with these arguments is for, by name."""
+    if policy == "list" and units is None:
+        raise Error("[checkpointing] policy 'list' without units; name some")
+    blocks = _repeated_blocks(model) if units is None else _named_units(model, units)
+    names = list(blocks)
+    flags = _C.recomputed_units(policy, n, names if policy == "list" else [], names)
+    return {name: blocks[name] for name, flag in zip(names, flags, strict=True) if flag}
+
+
+def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    blocks = model_view.find_units(model)
+    if not blocks or not model_view.is_uniform(module for _, module in blocks):
         raise Error(
             "[checkpointing] the model has no ModuleList or Sequential of equal blocks; "
             "name the modules with units="
         )
-    prefix = f"{best[0]}." if best[0] else ""
-    return [f"{prefix}{child}" for child, _ in best[1].named_children()]
+    return dict(blocks)
 
 
-def _named_units(model: nn.Module, wanted: str | type | Sequence[str | type]) -> list[str]:
+def _named_units(
+    model: nn.Module, wanted: str | type | Sequence[str | type]
+) -> dict[str, nn.Module]:
     names = []
     found = dict(model.named_modules())
     for entry in [wanted] if isinstance(wanted, (str, type)) else wanted:
@@ -162,7 +166,7 @@ def _named_units(model: nn.Module, wanted: str | type | Sequence[str | type]) ->
                 f"[checkpointing] no module has the class or name {entry}; the classes are: {known}"
             )
         names += [name for name in matches if name not in names]
-    return [name for name in found if name in names]
+    return {name: module for name, module in found.items() if name in names}
 
 
 def _matches(entry: str | type, name: str, module: nn.Module) -> bool:

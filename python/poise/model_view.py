@@ -95,18 +95,23 @@ def _numel(module: nn.Module) -> int:
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Entries of the list that holds most parameters; lists of one class before mixed ones."""
+    """Entries of the list that holds most parameters; lists of one class before mixed ones.
+
+    view() of the C++ library has the same rule (src/engine/view.cpp).
+    """
     best: tuple[bool, int] = (False, 0)
     blocks: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
-        same_class = len({type(child) for child in module}) == 1
-        rank = (same_class, _numel(module))
+        rank = (is_uniform(module), _numel(module))
         if rank > best and rank[1] > 0:
             best = rank
             prefix = plain_name(f"{name}." if name else "")
-            blocks = [
-                (f"{prefix}{child_name}", child) for child_name, child in module.named_children()
-            ]
+            blocks = [(f"{prefix}{child}", m) for child, m in module.named_children()]
     return blocks
+
+
+def is_uniform(modules: Iterable[nn.Module]) -> bool:
+    """Whether all are of one class."""
+    return len({type(module) for module in modules}) == 1

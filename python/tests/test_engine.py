@@ -105,6 +105,52 @@ def test_units_are_the_repeated_blocks():
     assert [name for name, _ in model_view.find_units(model)] == ["0", "1", "2"]
 
 
+class Holder(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight) if not isinstance(weight, nn.Parameter) else weight
+
+
+class Net(nn.Module):
+    def __init__(self, with_blocks, with_stem):
+        super().__init__()
+        if with_stem:
+            self.stem = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if with_blocks:
+            self.blocks = nn.ModuleList(Holder(torch.ones(4, 4)) for _ in range(3))
+        self.head = nn.Linear(64, 64)
+
+
+def tied_beside_larger():
+    tied = nn.Parameter(torch.ones(8, 8))  # 64 elements, not 128
+    lists = [nn.ModuleList(map(Holder, pair)) for pair in
+             ((tied, tied), (torch.ones(9, 9), torch.ones(1)))]  # fmt: skip
+    return nn.ModuleList([*lists, nn.Linear(1, 1)])
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (Net(True, True), ["blocks.0", "blocks.1", "blocks.2"]),
+        (Net(False, True), ["pair.0", "pair.1"]),
+        (Net(True, False), ["blocks.0", "blocks.1", "blocks.2"]),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
+        (
+            nn.ModuleList([nn.Linear(64, 64), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])]),
+            ["1.0", "1.1"],
+        ),
+        (tied_beside_larger(), ["1.0", "1.1"]),
+        (nn.Sequential(nn.ReLU(), nn.ReLU()), []),
+        (nn.Linear(4, 4), []),
+    ],
+)
+def test_units_are_those_of_cpp(model, expected):
+    # tests/engine/view_test.cpp has the same structures and names.
+    units = model_view.unit_parameters(model, model_view.find_units(model))
+    assert [name for name, _ in units] == expected
+
+
 def test_units_by_class_and_name():
     model = tiny()
     for choice in (["Block"], [type(model.blocks[0])], ["blocks.*"]):
