@@ -1,4 +1,4 @@
-// Numbers of bytes as people write them: "20GiB", "1.5GB", "1048576".
+// Numbers of bytes as people write them: "20GiB", "1.5 GB", "1048576".
 #include <charconv>
 #include <cmath>
 #include <string_view>
@@ -10,38 +10,43 @@ namespace {
 
 struct Unit {
   std::string_view name;  // lower case
-  double bytes;
+  long double bytes;
 };
 constexpr Unit kUnits[] = {
-    {"", 1},
-    {"b", 1},
-    {"kb", 1e3},
-    {"mb", 1e6},
-    {"gb", 1e9},
-    {"tb", 1e12},
-    {"kib", 1024.0},
-    {"mib", 1048576.0},
-    {"gib", 1073741824.0},
-    {"tib", 1099511627776.0},
+    {"", 1},      {"b", 1},        {"kb", 1e3},     {"mb", 1e6},     {"gb", 1e9},
+    {"tb", 1e12}, {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40},
 };
+
+std::string_view trimmed(std::string_view text) {
+  while (!text.empty() && text.front() == ' ') text.remove_prefix(1);
+  while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
+  return text;
+}
+
+std::string lower_case(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) {
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  }
+  return out;
+}
 
 }  // namespace
 
 bool read_bytes(const std::string& text, std::int64_t& bytes) {
-  double number = 0;
-  const char* end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
-  if (error != std::errc() || !(number >= 0)) return false;
+  const std::string_view written = trimmed(text);
+  // from_chars also takes "inf" and "-1".
+  if (written.empty() || written[0] < '0' || written[0] > '9') return false;
+  const char* end = written.data() + written.size();
+  long double number = 0;  // long: every 63-bit count stays exact
+  const auto [rest, error] = std::from_chars(written.data(), end, number, std::chars_format::fixed);
+  if (error != std::errc()) return false;
 
-  std::string unit;
-  for (const char* at = rest; at != end; ++at) {
-    if (*at == ' ' && unit.empty()) continue;
-    unit += *at >= 'A' && *at <= 'Z' ? static_cast<char>(*at - 'A' + 'a') : *at;
-  }
+  const auto unit = lower_case(trimmed({rest, static_cast<std::size_t>(end - rest)}));
   for (const auto& known : kUnits) {
     if (unit != known.name) continue;
-    const double total = std::floor(number * known.bytes);
-    if (!(total < 9223372036854775808.0)) return false;  // 2^63
+    const long double total = std::floor(number * known.bytes);
+    if (!(total < 0x1p63L)) return false;
     bytes = static_cast<std::int64_t>(total);
     return true;
   }

@@ -33,8 +33,7 @@ struct Holder : nn::Module {
 struct Net : nn::Module {
   Net(bool with_blocks, bool with_stem) {
     if (with_stem) {
-      register_module("stem",
-                      nn::Sequential(nn::Linear(64, 64), nn::ReLU(), nn::Linear(64, 64)));
+      register_module("stem", nn::Sequential(nn::Linear(64, 64), nn::ReLU(), nn::Linear(64, 64)));
     }
     register_module("pair", nn::Sequential(nn::Linear(2, 2), nn::Linear(2, 2)));
     if (with_blocks) {
