@@ -175,7 +175,9 @@ struct POISE_API Config {
   // Reads JSON (// and /* */ comments allowed). Throws Error naming key, value and what is allowed;
   // an unknown or repeated key names the nearest known one.
   // `overrides`: "key=value" each, applied after the text, for example "optimizer.lr=1e-3".
-  static Config from_json(const std::string& text, const std::vector<std::string>& overrides = {});
+  // `place`: where the text comes from, named in messages about it.
+  static Config from_json(const std::string& text, const std::vector<std::string>& overrides = {},
+                          const std::string& place = {});
   static Config from_json_file(const std::string& path,
                                const std::vector<std::string>& overrides = {});
 

@@ -277,9 +277,11 @@ class Config:
 
     __hash__: typing.ClassVar[None] = None
     @staticmethod
-    def from_json(text: str, overrides: collections.abc.Sequence[str] = []) -> Config:
+    def from_json(
+        text: str, overrides: collections.abc.Sequence[str] = [], place: str = ""
+    ) -> Config:
         """
-        Reads JSON; comments are allowed. Overrides are "key=value" each, applied after it. Raises poise.Error on what it does not know.
+        Reads JSON; comments are allowed. Overrides are "key=value" each, applied after it; messages name the place of the text. Raises poise.Error on what it does not know.
         """
     @staticmethod
     def from_json_file(path: str, overrides: collections.abc.Sequence[str] = []) -> Config: ...

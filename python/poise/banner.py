@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def banner(
         f"  micro-batch {micro} x accumulation {accumulation} x ranks 1 "
         f"= global batch {micro * accumulation}",
         f"  {_data(run, examples)}",
-        f"  {_parameters(model)}; {_precision(settings['precision'])}",
+        f"  {parameters(model)}; {precision(settings['precision'])}",
         f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
         f"  recomputed blocks: {policy}; memory budget: {_budget(args)}",
     ]
@@ -69,6 +70,15 @@ class AttentionProbe(TorchFunctionMode):
             self.backends.add(_backend_name(choice))
         return function(*args, **kwargs)
 
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, watched."""
+
+        def watched(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return watched
+
     def line(self) -> str | None:
         if not self.backends:
             return None
@@ -90,15 +100,17 @@ def _data(run: RunLength, examples: int | None) -> str:
     )
 
 
-def _parameters(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    return f"{trainable:,} of {sum(p.numel() for p in parameters):,} parameters are trained"
+def parameters(model: nn.Module) -> str:
+    """How many there are, and how many are trained."""
+    numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained = sum(numel for numel, requires_grad in numels if requires_grad)
+    return f"{trained:,} of {sum(numel for numel, _ in numels):,} parameters are trained"
 
 
-def _precision(precision: dict[str, Any]) -> str:
-    forward, kept = precision["dtype"], precision["parameters"]
-    autocast = " (autocast)" if forward != "fp32" and precision["autocast"] else ""
+def precision(policy: dict[str, Any]) -> str:
+    """The types of numbers; `policy` is the section of that name."""
+    forward, kept = policy["dtype"], policy["parameters"]
+    autocast = " (autocast)" if forward != "fp32" and policy["autocast"] else ""
     return f"kept in {kept}, masters fp32, forward {forward}{autocast}"
 
 

@@ -1,39 +1,87 @@
-"""The command `poise` from pip: the C++ command line, plus the commands that need Python."""
+"""The command `poise` from pip: the C++ command line, plus what needs Python."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-# Command -> module whose main(arguments) runs it. Everything else is the C++ command line's.
-_PYTHON_COMMANDS = {"bench": "poise.bench", "demo": "poise.demo"}
-
-
-def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in _PYTHON_COMMANDS:
-        module = importlib.import_module(_PYTHON_COMMANDS[arguments[0]])
-        return int(module.main(arguments[1:]) or 0)
-    from poise import _C
-
-    status = int(_C.cli_run(["poise", *arguments]))
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("\nWith the Python package also:\n  bench  measures the figures of the README")
-        print("  demo   trains a small model several ways and writes a report")
-    return status
+# Command -> (module whose main(arguments) runs it, sentence of the help). Everything else is the
+# C++ command line's, except `train` with a model of Python.
+_PYTHON_COMMANDS = {
+    "bench": ("poise.bench", "Measure what the README claims"),
+    "demo": ("poise.demo", "Train a small model several ways and write a report"),
+}
+_HELP = ("-h", "--help")
+_COLUMN = 30  # where sentences begin in the C++ command line's help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; an Error becomes one line on standard error."""
+    import torch
+
     from poise import Error
 
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except Error as error:
-        print(f"poise: {error}", file=sys.stderr)
+    except (Error, torch.OutOfMemoryError) as error:
+        sys.stdout.flush()
+        print(f"poise: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else ""
+    if command in _PYTHON_COMMANDS:
+        module = importlib.import_module(_PYTHON_COMMANDS[command][0])
+        return int(module.main(arguments[1:]) or 0)
+    if command == "train":
+        status = _train(arguments[1:])
+        if status is not None:
+            return status
+    from poise import _C
+
+    status = int(_C.cli_run(["poise", *arguments]))
+    if command in _HELP:
+        print("Subcommands of the Python package:")
+        for name, (_, sentence) in _PYTHON_COMMANDS.items():
+            print(f"  {name:{_COLUMN - 2}}{sentence}")
+    elif command == "train" and any(argument in _HELP for argument in arguments):
+        print('With "model": {"import": "module:function"} the file trains a model of Python.')
+    return status
+
+
+def _train(arguments: list[str]) -> int | None:
+    """Trains a file with model.import; None: all else, wrong arguments too."""
+    parser = _TrainArguments(add_help=False, allow_abbrev=False)
+    parser.add_argument("file")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    try:
+        given = parser.parse_args(arguments)
+    except _WrongArguments:
+        return None
+    from poise import run_file
+
+    file = run_file.read(given.file, given.set)
+    if file is None:
+        return None
+    from poise import train_command
+
+    return train_command.train(file, given.json)
+
+
+class _WrongArguments(Exception):
+    pass
+
+
+class _TrainArguments(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _WrongArguments(message)  # the C++ command line says it
 
 
 if __name__ == "__main__":

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class MetricsLog:
-    """Appends to `path`. Infinity and NaN are written as strings: JSON has no word for them."""
+    """Writes to `path`. Infinity and NaN are written as strings: JSON has no word for them.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+      path: of the file; its folder is made.
+      fresh: an old file is written anew; else lines are appended.
+      echo: also gets every line.
+    """
+
+    def __init__(self, path: Path, fresh: bool = False, echo: TextIO | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "w" if fresh else "a", encoding="utf-8")
+        self._echo = echo
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps({key: _plain(value) for key, value in line.items()}) + "\n")
+        text = json.dumps({key: _plain(value) for key, value in line.items()})
+        self._file.write(text + "\n")
         self._file.flush()
+        if self._echo is not None:
+            print(text, file=self._echo, flush=True)
 
     def close(self) -> None:
         self._file.close()
@@ -33,4 +43,6 @@ class MetricsLog:
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
     return value

@@ -30,11 +30,17 @@ def read_steps(steps: Steps) -> tuple[int, int] | None:
 
 
 class Profiling:
-    """Records the updates `steps` and writes `folder`/trace_<first>_<last>.json."""
+    """Records the updates `steps` and writes a trace into `folder`.
 
-    def __init__(self, steps: Steps, folder: Path) -> None:
+    Args:
+      steps: as read_steps takes them.
+      folder: is made where there is something to write.
+      name: of the file; None: trace_<first>_<last>.json.
+    """
+
+    def __init__(self, steps: Steps, folder: Path, name: str | None = None) -> None:
         self._steps = read_steps(steps)
-        self._folder = folder
+        self._folder, self._name = folder, name
         self._profiler: torch.profiler.profile | None = None
         self.path: Path | None = None
 
@@ -47,9 +53,12 @@ class Profiling:
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
-    def after(self, update: int) -> None:
-        if self._profiler is not None and update == self._steps[1]:
+    def after(self, update: int) -> bool:
+        """Whether the trace was written now."""
+        done = self._profiler is not None and update == self._steps[1]
+        if done:
             self.close()
+        return done
 
     def close(self) -> None:
         """Writes what was recorded, also where the run ends inside the range."""
@@ -59,5 +68,5 @@ class Profiling:
         profiler.stop()
         first, last = self._steps
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.path = self._folder / f"trace_{first}_{last}.json"
+        self.path = self._folder / (self._name or f"trace_{first}_{last}.json")
         profiler.export_chrome_trace(str(self.path))

@@ -88,7 +88,7 @@ class Trainer:
         args, folder = self.args, Path(self.args.output_dir)
         windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
         run = RunLength.of(trainer_data.batches_per_epoch(self.train_dataset, args), args)
-        _seed_everything(args.seed)
+        seed_everything(args.seed)
         self.engine = None  # the memory of an earlier run goes first
         self.engine = Engine(self.model, args.to_config(run.updates), self._units)
         with contextlib.ExitStack() as stack:
@@ -164,12 +164,7 @@ class Trainer:
         if not first or model_view.is_compiled(self.model):
             return self.engine.step(window, self._loss)
         probe = banner.AttentionProbe()
-
-        def probed(batch: Any) -> Loss:
-            with probe:
-                return self._loss(batch)
-
-        result = self.engine.step(window, probed)
+        result = self.engine.step(window, probe.around(self._loss))
         self._say([line] if (line := probe.line()) else [])
         return result
 
@@ -209,7 +204,8 @@ class Trainer:
                 print(line, file=sys.stderr)
 
 
-def _seed_everything(seed: int) -> None:
+def seed_everything(seed: int) -> None:
+    """Python's, torch's and (where it is in use) numpy's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -16,9 +16,9 @@ void bind_config(py::module_& module) {
   py::class_<Config>(module, "Config", "The settings of a run, checked once and read-only.")
       .def_static(
           "from_json", &Config::from_json, py::arg("text"),
-          py::arg("overrides") = std::vector<std::string>{},
-          "Reads JSON; comments are allowed. Overrides are \"key=value\" each, applied after it. "
-          "Raises poise.Error on what it does not know.")
+          py::arg("overrides") = std::vector<std::string>{}, py::arg("place") = "",
+          "Reads JSON; comments are allowed. Overrides are \"key=value\" each, applied after it; "
+          "messages name the place of the text. Raises poise.Error on what it does not know.")
       .def_static("from_json_file", &Config::from_json_file, py::arg("path"),
                   py::arg("overrides") = std::vector<std::string>{})
       .def("to_json", &Config::to_json, "Every key with its value.")

@@ -59,7 +59,15 @@ bool is_section(const std::string& name) {
                      [&](const Section& section) { return section.name == name; });
 }
 
+// Its other keys are arguments of a Python function, which no schema knows.
+[[noreturn]] void fail_imported(const Json& value) {
+  fail("config", "model.import is ", shown(value),
+       ": a model of Python, which only `poise train` of the Python package (pip) trains; run that "
+       "one, or name a model.builtin");
+}
+
 void read_key(Config& config, const std::string& path, const Json& value) {
+  if (path == "model.import") fail_imported(value);
   const auto* key = find(path);
   if (key == nullptr) fail_unknown(path, known_paths());
   key->read(config, value, path);
@@ -72,6 +80,7 @@ void read_document(Config& config, const Json& document) {
     if (!is_section(section)) fail_unknown(section, known_paths());
     if (!body.is_object())
       fail("config", section, " is ", shown(body), "; allowed: an object {...}");
+    if (section == "model" && body.contains("import")) fail_imported(body["import"]);
     for (const auto& [name, value] : body.items()) read_key(config, section + "." + name, value);
   }
 }
@@ -97,21 +106,6 @@ void read_override(Config& config, const std::string& setting) {
   const std::string path = setting.substr(0, equals);
   const std::string value = setting.substr(equals + 1);
   read_key(config, path, Json::accept(value) ? parse(value) : Json(value));
-}
-
-// `place`: the file of `text`, empty for none. Settings that contradict each other may come from
-// both places.
-Config read_all(const std::string& text, const std::vector<std::string>& overrides,
-                const std::string& place) {
-  Config result;
-  with_place(place, [&] { read_document(result, parse(text)); });
-  for (const auto& setting : overrides) {
-    with_place("setting " + shown(setting), [&] { read_override(result, setting); });
-  }
-  const bool both = !place.empty() && !overrides.empty();
-  with_place(both ? place + " with the settings given beside it" : place,
-             [&] { result.validate(); });
-  return result;
 }
 
 std::string last_part(const std::string& path) { return path.substr(path.rfind('.') + 1); }
@@ -147,8 +141,21 @@ void fail_unknown(const std::string& path, const std::vector<std::string>& known
 
 }  // namespace config
 
-Config Config::from_json(const std::string& text, const std::vector<std::string>& overrides) {
-  return config::read_all(text, overrides, "");
+Config Config::from_json(const std::string& text, const std::vector<std::string>& overrides,
+                         const std::string& place) {
+  using config::with_place;
+  const std::string where = config::shown(place);
+  Config result;
+  with_place(where, [&] { config::read_document(result, config::parse(text)); });
+  for (const auto& setting : overrides) {
+    with_place("setting " + config::shown(setting),
+               [&] { config::read_override(result, setting); });
+  }
+  // Settings that contradict each other may come from both.
+  const bool both = !where.empty() && !overrides.empty();
+  with_place(both ? where + " with the settings given beside it" : where,
+             [&] { result.validate(); });
+  return result;
 }
 
 Config Config::from_json_file(const std::string& path, const std::vector<std::string>& overrides) {
@@ -160,7 +167,7 @@ Config Config::from_json_file(const std::string& path, const std::vector<std::st
     fail("config", "cannot read ", config::shown(path), "; check that it is a readable file");
   }
   text.resize(static_cast<std::size_t>(file.gcount()));
-  return config::read_all(text, overrides, config::shown(path));
+  return from_json(text, overrides, path);
 }
 
 std::string Config::to_json() const {

@@ -236,7 +236,10 @@ const std::vector<Section>& sections() {
       {"zero", "Sharding over ranks (ZeRO). With one rank nothing is sharded."},
       {"comm", "The group of ranks; which ranks there are comes from the launcher."},
       {"engine", "How losses are joined, what bad numbers do, the seed."},
-      {"model", "The model that `poise train` builds."},
+      {"model",
+       "The model that `poise train` builds. In the Python package `\"import\": "
+       "\"module:function\"` instead of\n`builtin` takes it from that function, which gets the "
+       "other keys ([first run](first_run.md))."},
       {"data", "What `poise train` reads."},
       {"train", "Length, log and output of `poise train`."},
   };

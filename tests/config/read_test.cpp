@@ -108,6 +108,13 @@ TEST(Read, UnknownKeysNameTheNearest) {
               HasSubstr("unknown key"));
 }
 
+TEST(Read, AModelOfPythonNamesTheCommandThatTrainsIt) {
+  const auto expected = AllOf(HasSubstr("model.import is \"nets:build\""),
+                              HasSubstr("`poise train` of the Python package"));
+  EXPECT_THAT(message_of(R"({"model": {"depth": 3, "import": "nets:build"}})"), expected);
+  EXPECT_THAT(message_of("{}", {"model.import=nets:build"}), expected);
+}
+
 TEST(Read, RepeatedKeysAreErrors) {
   EXPECT_THAT(message_of(R"({"optimizer": {"lr": 1, "lr": 2}})"),
               HasSubstr("key \"lr\" comes twice"));

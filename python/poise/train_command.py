@@ -1,0 +1,165 @@
+"""`poise train` of a model of Python: the run of src/cli/train.cpp on poise.Engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poise import (
+    _C,
+    banner,
+    checkpointing,
+    evaluation,
+    imported,
+    model_view,
+    run_data,
+    trainer_data,
+)
+from poise._C import Error
+from poise.config import settings_of
+from poise.engine import Engine
+from poise.loss import Loss
+from poise.model_call import ModelCall
+from poise.profiling import Profiling
+from poise.run_file import RunFile
+from poise.run_report import RunReport
+from poise.signals import Interrupted, signals_raised
+from poise.trainer import seed_everything
+
+
+def train(file: RunFile, as_json: bool = False) -> int:
+    """Runs the file from beginning to end and returns the exit status.
+
+    An Error, an out-of-memory error and an exception of the model's own code are written into
+    metrics.jsonl and go on to the caller.
+    """
+    settings = settings_of(file.config)
+    accumulation = _accumulation(settings["batch"])
+    with signals_raised(), RunReport(settings, accumulation, as_json) as report:
+        run = _Run(file, settings, accumulation, report)
+        try:
+            run.go()
+        except Interrupted as interrupted:
+            words = f"ended by signal {interrupted.number}"
+            report.note(words)
+            report.finish(words, run.held())
+            return 128 + interrupted.number
+        except BaseException as error:
+            report.finish(str(error) or type(error).__name__, run.held())
+            raise
+        report.finish()
+    return 0
+
+
+class _Run:
+    """Everything of one run, made in the order that it needs it."""
+
+    def __init__(
+        self, file: RunFile, settings: dict[str, Any], accumulation: int, report: RunReport
+    ) -> None:
+        self._file, self._settings, self._report = file, settings, report
+        self._accumulation = accumulation
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._engine: Engine | None = None
+
+    def go(self) -> None:
+        self._set_up()
+        self._loop()
+        self._validate()
+
+    def held(self) -> dict[str, Any] | None:
+        """The books, for a run that failed."""
+        return self._engine.memory() if self._engine is not None else None
+
+    def _set_up(self) -> None:
+        file, settings = self._file, self._settings
+        if settings["train"]["sample_bytes"] > 0:
+            raise Error(
+                f"[cli] train.sample_bytes is {settings['train']['sample_bytes']}, but only a "
+                "builtin model writes text; set it to 0"
+            )
+        seed_everything(settings["engine"]["seed"])
+        made = imported.load(file.function, file.arguments, file.path.parent)
+        self._model = made.model.to(self._device)
+        self._data = run_data.of_run(made, settings, self._accumulation, file.given)
+        self._call = ModelCall(self._model, shift_labels=self._data.shift_labels)
+        for line in self._banner():
+            self._report.note(line)
+        banner.warn_batch_norm(self._model, self._accumulation)
+        self._engine = Engine(self._model, file.config)
+        self._model.train()
+
+    def _loop(self) -> None:
+        train = self._settings["train"]
+        folder, every = Path(train["output_dir"]), train["validate_every"]
+        trace = Profiling(train["profile_updates"], folder, name="trace.json")
+        try:
+            for number in range(1, train["max_updates"] + 1):
+                trace.before(number)
+                begin = time.perf_counter()
+                result = self._update(next(self._data.windows), first=number == 1)
+                self._report.update(result, time.perf_counter() - begin)
+                if trace.after(number):
+                    self._report.note(f"  trace written to {trace.path}")
+                if every > 0 and number % every == 0 and number < train["max_updates"]:
+                    self._validate()
+        finally:
+            trace.close()
+
+    def _update(self, window: list[Any], first: bool) -> _C.StepResult:
+        if not first or model_view.is_compiled(self._model):
+            return self._engine.step(window, self._loss)
+        probe = banner.AttentionProbe()
+        result = self._engine.step(window, probe.around(self._loss))
+        if line := probe.line():
+            self._report.note(line)
+        return result
+
+    def _loss(self, batch: Any) -> Loss:
+        return self._call(trainer_data.to_device(batch, self._device))
+
+    def _validate(self) -> None:
+        if self._data.validation is None:
+            return
+        batches, scope = self._data.validation(), self._engine.forward_scope
+        metrics = evaluation.evaluate(self._model, batches, self._loss, scope)
+        self._report.validation(metrics["eval_loss"])
+
+    def _banner(self) -> list[str]:
+        settings, data = self._settings, self._data
+        micro, updates = settings["batch"]["micro_batch_size"], settings["train"]["max_updates"]
+        samples = micro * self._accumulation
+        tokens = f", {data.update_tokens:,} tokens an update" if data.update_tokens else ""
+        epochs = f" are {updates * samples / data.samples:.2f} epochs" if data.samples else ""
+        optimizer, schedule = settings["optimizer"], settings["schedule"]
+        budget = settings["memory"]["budget_bytes"]
+        return [
+            f"poise trains {self._file.function} on {self._device}",
+            f"  micro-batch {micro} x accumulation {self._accumulation} x ranks 1 "
+            f"= global batch {samples}{tokens}",
+            f"  {data.description}; {updates:,} updates{epochs}",
+            f"  {banner.parameters(self._model)}; {banner.precision(settings['precision'])}",
+            f"  {optimizer['type']}, learning rate {optimizer['lr']:g}, {schedule['type']}, "
+            f"warmup {schedule['warmup_updates']}",
+            f"  recomputed blocks: {self._recomputed()}; memory budget: "
+            f"{_C.format_bytes(budget) if budget else 'none'}",
+        ]
+
+    def _recomputed(self) -> str:
+        policy = self._settings["checkpointing"]
+        blocks = [name for name, _ in model_view.find_units(self._model)]
+        count = 0
+        if policy["policy"] != "none":
+            units = policy["units"] or blocks or None
+            count = len(checkpointing.select(self._model, policy["policy"], policy["n"], units))
+        return f"{count} of {len(blocks)} ({policy['policy']})"
+
+
+def _accumulation(batch: dict[str, Any]) -> int:
+    """As config::accumulation() of the core, which has checked that it divides."""
+    if batch["global_batch_size"] == 0:
+        return max(1, batch["accumulation"])
+    return batch["global_batch_size"] // batch["micro_batch_size"]
