@@ -20,6 +20,7 @@ from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
 from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
+from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
 from poise.status import Status  # noqa: E402
 from poise.trainer import Trainer, TrainOutput  # noqa: E402
 from poise.training_arguments import TrainingArguments  # noqa: E402
@@ -31,7 +32,9 @@ __all__ = [
     "Config",
     "Engine",
     "Error",
+    "EvalPrediction",
     "Loss",
+    "PredictionOutput",
     "Status",
     "StepResult",
     "Term",

@@ -38,35 +38,54 @@ class ModelCall:
         self.shift_labels = _is_causal(model) if shift_labels is None else shift_labels
 
     def __call__(self, batch: Any) -> Loss:
-        loss = self._loss(batch)
-        if loss.count is None and loss.kind == "mean":
-            loss.count = self.count(batch)
-        return loss
+        loss, _ = self._loss_and_outputs(batch)
+        return self._counted(loss, batch)
+
+    def predict(self, batch: Any, with_loss: bool = False) -> tuple[Loss | None, Any, Any]:
+        """(loss, outputs without it, labels) of a batch.
+
+        Args:
+          batch: without labels it gives (None, outputs, None),
+          with_loss: unless this is on.
+        """
+        labels = labels_in(batch)
+        if labels is None and not with_loss:
+            return None, call_model(self._model, batch), None
+        loss, outputs = self._loss_and_outputs(batch)
+        if self._compute_loss is None and isinstance(outputs, (tuple, list)):
+            outputs = outputs[1:]  # the first one is the loss
+        return self._counted(loss, batch), outputs, labels
 
     def count(self, batch: Any) -> Count:
         """Labels that count, without waiting for the device; without labels: samples."""
-        labels = _labels(batch)
+        labels = labels_in(batch)
         if labels is None or labels.is_floating_point() or labels.dim() == 0:
             return _samples(batch)
         return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
 
-    def _loss(self, batch: Any) -> Loss:
+    def _counted(self, loss: Loss, batch: Any) -> Loss:
+        if loss.count is None and loss.kind == "mean":
+            loss.count = self.count(batch)
+        return loss
+
+    def _loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
         if self._compute_loss is None:
-            return _loss_in(_call(self._model, batch))
-        labels = _labels(batch)
-        outputs = _call(self._model, _without_labels(batch))
+            outputs = call_model(self._model, batch)
+            return _loss_in(outputs), outputs
+        outputs = call_model(self._model, _without_labels(batch))
         # None asks functions written for transformers for a mean; the engine does the rest.
         extra = {"num_items_in_batch": None} if self._takes_items else {}
-        return as_loss(self._compute_loss(outputs, labels, **extra))
+        return as_loss(self._compute_loss(outputs, labels_in(batch), **extra)), outputs
 
 
 def _without_labels(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name not in LABELS}
-    return batch[:-1] if _labels(batch) is not None else batch
+    return batch[:-1] if labels_in(batch) is not None else batch
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model of **batch, *batch or batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
@@ -92,7 +111,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
-def _labels(batch: Any) -> torch.Tensor | None:
+def labels_in(batch: Any) -> torch.Tensor | None:
+    """Those of a dictionary by name, of a tuple its last tensor; None: there are none."""
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
     else:

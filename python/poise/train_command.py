@@ -26,8 +26,8 @@ from poise.model_call import ModelCall
 from poise.profiling import Profiling
 from poise.run_file import RunFile
 from poise.run_report import RunReport
+from poise.seeding import seed_everything
 from poise.signals import Interrupted, signals_raised
-from poise.trainer import seed_everything
 
 
 def train(file: RunFile, as_json: bool = False) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poise import banner, evaluation, model_view, trainer_data
+from poise import banner, evaluation, foreign, model_choice, model_view, prediction, trainer_data
 from poise._C import Error, StepResult
+from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
 from poise.engine import Engine
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog
 from poise.model_call import ModelCall
+from poise.prediction import EvalPrediction, PredictionOutput
 from poise.profiling import Profiling
 from poise.progress import Progress
 from poise.run_length import RunLength
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
+from poise.seeding import seed_everything
 from poise.training_arguments import TrainingArguments
 
 
@@ -46,38 +48,52 @@ class Trainer:
       data_collator: makes a batch of a list of samples.
       train_dataset: a dataset, or a DataLoader.
       eval_dataset: the same for evaluate().
+      model_init: makes the model instead, anew for every train().
       compute_loss_func: (outputs, labels) -> a mean, (mean, n) or poise.Loss.
+      compute_metrics: poise.prediction.EvalPrediction -> a dictionary of numbers, for evaluate() and
+        predict().
+      preprocess_logits_for_metrics: (predictions, labels) of a batch -> what is kept of it for
+        compute_metrics and predict(), for example the class instead of all logits.
       callbacks: objects with methods of poise.callbacks.TrainerCallback.
+      processing_class, optimizers: refused with a reason where they are given.
       units: as in poise.Engine.
       shift_labels: as in poise.model_call.ModelCall.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         data_collator: Callable | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
+        model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], Any] | None = None,
         callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         units: model_view.UnitChoice = None,
         shift_labels: bool | None = None,
     ) -> None:
+        foreign.refuse(processing_class, optimizers)
         self.args = args if args is not None else TrainingArguments()
-        self.model = model.to(self.args.device)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.callbacks = list(callbacks or [])
         self.engine: Engine | None = None  # of the last train()
-        self._units = units
-        self._call = ModelCall(model, compute_loss_func, shift_labels)
+        self._model_init, self._units = model_init, units
+        self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._check_eval_dataset()
+        self._take(model_choice.first(model, model_init, self.args.seed))
 
     def train(self) -> TrainOutput:
-        """Trains from the model's present values to the end of the run.
+        """Trains from the model's present values (model_init's, if given) to the end of the run.
 
         Ctrl-C ends it between two micro-batches: the open window is dropped, files are closed, and
         KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it, unless
@@ -88,8 +104,10 @@ class Trainer:
         args, folder = self.args, Path(self.args.output_dir)
         windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
         run = RunLength.of(trainer_data.batches_per_epoch(self.train_dataset, args), args)
-        seed_everything(args.seed)
         self.engine = None  # the memory of an earlier run goes first
+        if self._model_init is not None:
+            self._take(model_choice.made(self._model_init, args.seed))
+        seed_everything(args.seed)
         self.engine = Engine(self.model, args.to_config(run.updates), self._units)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(windows))
@@ -115,16 +133,52 @@ class Trainer:
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss over a dataset, weighed by tokens."""
+        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise Error(
                 "[trainer] there is no eval_dataset; give one to poise.Trainer or to evaluate()"
             )
+        if self.compute_metrics is not None:
+            return self._predict(dataset, metric_key_prefix, with_loss=True).metrics
         loader = trainer_data.eval_batches(dataset, self.args, self.data_collator)
         return evaluation.evaluate(
             self.model, loader, self._loss, self._forward_scope, metric_key_prefix
         )
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """What the model returns for a dataset (without its loss), in order, as numpy arrays.
+
+        Samples need no labels; where they have them, metrics hold the loss and what
+        compute_metrics makes of them. Arrays of batches that differ in length are padded with -100.
+        """
+        return self._predict(test_dataset, metric_key_prefix, with_loss=False)
+
+    def _predict(self, dataset: Any, prefix: str, with_loss: bool) -> PredictionOutput:
+        def call(batch: Any) -> tuple[Loss | None, Any, Any]:
+            return self._call.predict(trainer_data.to_device(batch, self.args.device), with_loss)
+
+        return prediction.predict(
+            self.model,
+            trainer_data.eval_batches(dataset, self.args, self.data_collator),
+            call,
+            self._forward_scope,
+            prefix,
+            self.preprocess_logits_for_metrics,
+            self.compute_metrics,
+        )
+
+    def _take(self, model: nn.Module) -> None:
+        self.model = model.to(self.args.device)
+        self._call = ModelCall(model, self._compute_loss_func, self._shift_labels)
+        self._loss_of: Callable[[Any], Loss] = self._call
+        if self.args.loss_chunk_tokens > 0:
+            if self._compute_loss_func is not None:
+                raise Error(
+                    "[trainer] loss_chunk_tokens with compute_loss_func, which gets whole logits; "
+                    "leave one of them out"
+                )
+            self._loss_of = ChunkedHead(self.model, self._call, self.args.loss_chunk_tokens)
 
     def _loop(self, windows: WindowIterator, log: RunLog, profiling: Profiling) -> None:
         self.model.train()
@@ -169,7 +223,7 @@ class Trainer:
         return result
 
     def _loss(self, batch: Any) -> Loss:
-        return self._call(trainer_data.to_device(batch, self.args.device))
+        return self._loss_of(trainer_data.to_device(batch, self.args.device))
 
     def _forward_scope(self) -> contextlib.AbstractContextManager:
         """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
@@ -202,11 +256,3 @@ class Trainer:
         if self.args.disable_tqdm is not True:
             for line in lines:
                 print(line, file=sys.stderr)
-
-
-def seed_everything(seed: int) -> None:
-    """Python's, torch's and (where it is in use) numpy's generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)

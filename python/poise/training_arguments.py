@@ -74,6 +74,7 @@ class _Arguments:
 
     # Memory.
     memory_budget: int | str | None = None  # bytes, or "20GiB"
+    loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all of them
     gradient_checkpointing: bool = False  # every block
     checkpointing: str | Mapping | None = None  # a policy, or {"policy": "every_n", "n": 2}
 
@@ -166,6 +167,11 @@ class TrainingArguments(_Arguments):
         ):
             if getattr(self, name) < 1:
                 raise Error(f"[trainer] {name} is {getattr(self, name)}; give 1 or more")
+        if self.loss_chunk_tokens < 0:
+            raise Error(
+                f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
+                "whole logits"
+            )
         self._check_global_batch()
 
     def _check_global_batch(self) -> None:

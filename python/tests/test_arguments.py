@@ -44,7 +44,14 @@ DEFAULTS = {
     "train_sampling_strategy": "random",
     "use_cpu": False,
 }
-OURS = {"global_batch_size", "memory_budget", "checkpointing", "on_nonfinite", "profile_steps"}
+OURS = {
+    "global_batch_size",
+    "memory_budget",
+    "checkpointing",
+    "on_nonfinite",
+    "profile_steps",
+    "loss_chunk_tokens",
+}
 
 
 def test_names_and_defaults():
@@ -91,6 +98,7 @@ def test_old_names():
         ({"global_batch_size": 32, "gradient_accumulation_steps": 3}, "makes 4"),
         ({"profile_steps": "5-3"}, "first-last"),
         ({"warmup_steps": -1}, "warmup_steps"),
+        ({"loss_chunk_tokens": -1}, "loss_chunk_tokens is -1"),
     ],
 )
 def test_contradictions(arguments, words):
