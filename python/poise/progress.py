@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -28,7 +30,7 @@ class Progress:
     def __init__(self, total: int, disable: bool | None = None) -> None:
         self._open = contextlib.ExitStack()
         self._bar = self._open.enter_context(
-            tqdm(total=total, disable=disable, unit="update", dynamic_ncols=True, file=sys.stderr)
+            tqdm(total=total, disable=disable, unit="update", file=sys.stderr, **_size())
         )
         if not self._bar.disable:
             self._open.enter_context(logging_redirect_tqdm())
@@ -47,6 +49,10 @@ class Progress:
         self._bar.set_postfix(fields, refresh=False)
         self._bar.update(1)
 
+    def note(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        self._bar.write(line, file=sys.stderr)
+
     def close(self) -> None:
         self._open.close()
 
@@ -55,6 +61,15 @@ class Progress:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _size() -> dict[str, Any]:
+    """Of the terminal, as it changes; one that says 0 columns (some containers' do) would show nothing."""
+    try:
+        unknown = os.get_terminal_size(sys.stderr.fileno()).columns == 0
+    except (OSError, ValueError, AttributeError):
+        unknown = False  # no terminal
+    return {"ncols": 120, "nrows": 40} if unknown else {"dynamic_ncols": True}
 
 
 @contextlib.contextmanager

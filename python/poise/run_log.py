@@ -57,6 +57,11 @@ class RunLog:
             self.control.should_log = False
             self.write(self._line(result))
 
+    def note(self, line: str) -> None:
+        """Text for people, unless nothing is to be shown."""
+        if self._args.disable_tqdm is not True:
+            self._bar.note(line)
+
     def write(self, line: dict[str, Any]) -> None:
         line = {"step": self.state.global_step, "epoch": round(self.state.epoch, 4), **line}
         self.state.log_history.append(line)

@@ -28,6 +28,7 @@ from poise.run_file import RunFile
 from poise.run_report import RunReport
 from poise.seeding import seed_everything
 from poise.signals import Interrupted, signals_raised
+from poise.update import step
 
 
 def train(file: RunFile, as_json: bool = False) -> int:
@@ -100,7 +101,8 @@ class _Run:
             for number in range(1, train["max_updates"] + 1):
                 trace.before(number)
                 begin = time.perf_counter()
-                result = self._update(next(self._data.windows), first=number == 1)
+                window = next(self._data.windows)
+                result = step(self._engine, window, self._loss, number == 1, self._report.note)
                 self._report.update(result, time.perf_counter() - begin)
                 if trace.after(number):
                     self._report.note(f"  trace written to {trace.path}")
@@ -108,15 +110,6 @@ class _Run:
                     self._validate()
         finally:
             trace.close()
-
-    def _update(self, window: list[Any], first: bool) -> _C.StepResult:
-        if not first or model_view.is_compiled(self._model):
-            return self._engine.step(window, self._loss)
-        probe = banner.AttentionProbe()
-        result = self._engine.step(window, probe.around(self._loss))
-        if line := probe.line():
-            self._report.note(line)
-        return result
 
     def _loss(self, batch: Any) -> Loss:
         return self._call(trainer_data.to_device(batch, self._device))

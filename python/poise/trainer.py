@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from poise import banner, evaluation, foreign, model_choice, model_view, prediction, trainer_data
-from poise._C import Error, StepResult
+from poise._C import Error
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
@@ -28,6 +28,7 @@ from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.seeding import seed_everything
 from poise.training_arguments import TrainingArguments
+from poise.update import step
 
 
 class TrainOutput(NamedTuple):
@@ -96,8 +97,8 @@ class Trainer:
         """Trains from the model's present values (model_init's, if given) to the end of the run.
 
         Ctrl-C ends it between two micro-batches: the open window is dropped, files are closed, and
-        KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it, unless
-        on_nonfinite says skip.
+        KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it with the
+        first parameter, input or module that is not finite, unless on_nonfinite says skip.
         """
         if self.train_dataset is None:
             raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
@@ -111,17 +112,9 @@ class Trainer:
         self.engine = Engine(self.model, args.to_config(run.updates), self._units)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(windows))
-            bar = stack.enter_context(Progress(run.updates, args.disable_tqdm))
             metrics = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
-            self._say(
-                banner.banner(
-                    self.model,
-                    args,
-                    run,
-                    settings_of(self.engine.config),
-                    trainer_data.examples(self.train_dataset),
-                )
-            )
+            self._show_banner(run)
+            bar = stack.enter_context(Progress(run.updates, args.disable_tqdm))
             banner.warn_batch_norm(self.model, args.accumulation)
             log = RunLog(args, run, metrics, bar, self.callbacks)
             profiling = stack.enter_context(
@@ -205,7 +198,7 @@ class Trainer:
         update = log.state.global_step + 1
         profiling.before(update)
         log.event("on_step_begin")
-        result = self._step(window, first=update == 1)
+        result = step(self.engine, window, self._loss, first=update == 1, note=log.note)
         profiling.after(update)
         log.update(result)
         if self.args.eval_strategy == "steps" and update % self._eval_every(log) == 0:
@@ -213,14 +206,6 @@ class Trainer:
         if log.control.should_evaluate:
             log.control.should_evaluate = False
             self._evaluate_and_log(log)
-
-    def _step(self, window: list[Any], first: bool) -> StepResult:
-        if not first or model_view.is_compiled(self.model):
-            return self.engine.step(window, self._loss)
-        probe = banner.AttentionProbe()
-        result = self.engine.step(window, probe.around(self._loss))
-        self._say([line] if (line := probe.line()) else [])
-        return result
 
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(trainer_data.to_device(batch, self.args.device))
@@ -252,7 +237,10 @@ class Trainer:
                 "eval_dataset; give one to poise.Trainer"
             )
 
-    def _say(self, lines: list[str]) -> None:
-        if self.args.disable_tqdm is not True:
-            for line in lines:
-                print(line, file=sys.stderr)
+    def _show_banner(self, run: RunLength) -> None:
+        if self.args.disable_tqdm is True:
+            return
+        settings = settings_of(self.engine.config)
+        examples = trainer_data.examples(self.train_dataset)
+        lines = banner.banner(self.model, self.args, run, settings, examples)
+        print("\n".join(lines), file=sys.stderr)

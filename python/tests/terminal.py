@@ -6,14 +6,26 @@ import os
 import pty
 import select
 import subprocess
+import termios
 import time
 from pathlib import Path
 
 import poise
 
 
+def environment() -> dict[str, str]:
+    """Of a program that imports this poise from any folder."""
+    package = str(Path(poise.__file__).absolute().parent.parent)
+    return {**os.environ, "PYTHONPATH": package}
+
+
 def run_in_terminal(
-    command: list[str], folder: Path, seconds: float = 120, stdout: bool = True, stderr: bool = True
+    command: list[str],
+    folder: Path,
+    seconds: float = 120,
+    stdout: bool = True,
+    stderr: bool = True,
+    columns: int = 120,
 ) -> tuple[int, str]:
     """Exit status, and the text on the terminal.
 
@@ -22,13 +34,14 @@ def run_in_terminal(
       folder: that it runs in.
       seconds: after which it is ended, which is an error.
       stdout, stderr: which of its streams is the terminal; the other one is dropped.
+      columns: of the terminal.
     """
     ours, theirs = pty.openpty()
-    package = str(Path(poise.__file__).absolute().parent.parent)
+    termios.tcsetwinsize(theirs, (40 if columns else 0, columns))
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": package, "TERM": "xterm", "COLUMNS": "120"},
+        env={**environment(), "TERM": "xterm"},
         stdin=subprocess.DEVNULL,
         stdout=theirs if stdout else subprocess.DEVNULL,
         stderr=theirs if stderr else subprocess.DEVNULL,

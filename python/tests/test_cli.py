@@ -27,6 +27,29 @@ def test_version_and_help() -> None:
     assert all(command in text for command in ("train", "config", "doctor", "bench", "demo"))
 
 
+def test_every_command_has_a_help_of_its_own() -> None:
+    text = run("--help").stdout
+    commands = re.findall(r"^  (\w+) {2,}(\S.*)$", text.split("Subcommands:")[1], re.M)
+    names = [name for name, _ in commands]
+    assert names == ["train", "config", "doctor", "bench", "demo"]
+    columns = {line.index(sentence) for name, sentence in commands
+               for line in text.splitlines() if line.startswith(f"  {name} ")}  # fmt: skip
+    assert len(columns) == 1  # one table, whichever language a command is in
+    words = {"train": "module:function", "config": "--reference", "doctor": "instruction sets",
+             "bench": "step_vs_torch", "demo": "report.html"}  # fmt: skip
+    for name in names:
+        done = run(name, "--help")
+        assert done.returncode == 0 and words[name] in done.stdout, name
+        assert done.stderr == "" and f"poise {name}" in done.stdout, done.stderr
+
+
+def test_help_keeps_its_order_in_a_pipe() -> None:
+    # C++ and Python print through buffers of their own.
+    text = run("--help").stdout
+    assert text.index("Usage") < text.index("doctor") < text.index("of the Python package")
+    assert run("train", "--help").stdout.rstrip().endswith("trains a model of Python.")
+
+
 def test_the_run_file_of_first_run_trains_as_printed(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
     run_file = json.loads(re.search(r"```json\n(.*?)```", text, re.S).group(1))

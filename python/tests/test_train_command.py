@@ -1,19 +1,16 @@
 """`poise train` with "model": {"import": "module:function"}: the run of the C++ command, in Python."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import poise
 import pytest
 import torch
 from poise import _C, cli, run_file
-from terminal import run_in_terminal
+from terminal import environment, run_in_terminal
 
 SHAPE = {"layers": 2, "width": 16, "heads": 2, "sequence_length": 16}
 NETS = """
@@ -352,8 +349,7 @@ def test_a_signal_ends_a_run_cleanly(folder, number):
     (folder / "run.json").write_text(json.dumps(settings(IMPORTED)))
     command = [sys.executable, "-m", "poise", "train", "run.json", "--set",
                "train.max_updates=1000000"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(Path(poise.__file__).absolute().parent.parent)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         metrics, end = folder / "out" / "metrics.jsonl", time.monotonic() + 100
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:

@@ -18,10 +18,14 @@ from poise.demo.rows import FULL, QUICK, Row, Size, all_rows, quick_rows
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m poise.demo",
-        description="Trains a small byte-level GPT in several ways and compares them.",
+        prog="poise demo",
+        description="Trains a small byte-level GPT in several ways (micro-batch, recomputation, "
+        "precision, a memory budget), checks that they are the same training, and writes "
+        "report.html, summary.json and the runs' metrics. About four minutes on two cores.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="folder of the results (%(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and few updates")
     return parser.parse_args(arguments)
 

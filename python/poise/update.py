@@ -1,0 +1,36 @@
+"""One update of a run, with what a person wants to be told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from poise import banner, model_view, nonfinite
+from poise._C import StepResult
+from poise.engine import Engine
+from poise.loss import Loss
+
+
+def step(
+    engine: Engine,
+    window: list[Any],
+    loss_fn: Callable[[Any], Loss],
+    first: bool,
+    note: Callable[[str], None],
+) -> StepResult:
+    """The update; one that is stopped over a non-finite loss says where that comes from.
+
+    Args:
+      engine: of the run.
+      window: its micro-batches.
+      loss_fn: the loss of one, with its count.
+      first: of the run: then `note` gets a line about the attention kernels that torch chose.
+      note: takes a line of text.
+    """
+    probe = banner.AttentionProbe()
+    watched = first and not model_view.is_compiled(engine.model)
+    with nonfinite.explained(engine, window, loss_fn):
+        result = engine.step(window, probe.around(loss_fn) if watched else loss_fn)
+    if line := probe.line():
+        note(line)
+    return result
