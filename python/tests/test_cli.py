@@ -67,6 +67,23 @@ def test_the_run_file_of_first_run_trains_as_printed(tmp_path: Path) -> None:
     assert all(abs(a - b) <= 1e-4 * a for a, b in pairs)
 
 
+def test_the_builtin_model_recomputes_inside_python(tmp_path: Path) -> None:
+    # A region in C++ whose saved-tensor hooks are Python's.
+    run_file = {
+        "model": {"layers": 2, "width": 32, "heads": 2, "sequence_length": 32},
+        "data": {"train": [str(ROOT / "docs")], "suffix": ".md"},
+        "train": {"output_dir": "out", "max_updates": 3, "validation_batches": 0},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(run_file))
+    losses = []
+    for policy in ("none", "every_n", "selective"):
+        done = run("train", "run.json", "--set", f"checkpointing.policy={policy}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[-1])["losses"])
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 3
+
+
 def test_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"optimiser": {}}')
     done = run("train", tmp_path / "run.json")
