@@ -16,6 +16,9 @@ _MEASUREMENTS = {
     "cpp_vs_python": "poise.bench.step:cpp_vs_python",
     "peak_flat": "poise.bench.step:peak_flat",
     "counting_allocator_overhead": "poise.bench.ledger:counting_allocator_overhead",
+    "stages_vs_torch": "poise.bench.ranks:stages_vs_torch",
+    "tiny_stage2": "poise.bench.ranks:tiny_stage2",
+    "cost_of_stages": "poise.bench.ranks:cost_of_stages",
 }
 _MEANINGS = {
     "optimizer_stage": "the optimizer's update against torch's and against moving its bytes",
@@ -23,6 +26,10 @@ _MEANINGS = {
     "step_vs_torch": "a plain torch loop's time of a small GPT's update over poise's",
     "cpp_vs_python": "time of an update driven from Python over one driven from C++",
     "peak_flat": "peak bytes of 32 micro-batches over those of one",
+    "counting_allocator_overhead": "time of a step whose memory is counted over one that is not",
+    "stages_vs_torch": "two ranks: stages 1 to 3 against DDP, its sharded optimizer, and FSDP2",
+    "tiny_stage2": "two ranks: stage 2 of very many very small parameters against DDP",
+    "cost_of_stages": "two ranks: bytes held and sent by each stage against the formulas",
 }
 
 
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="poise bench",
         description="Measures what the README claims; one line per figure, beside its aim.",
-        epilog="figures:\n" + "\n".join(f"  {n:17}{_MEANINGS[n]}" for n in _MEASUREMENTS),
+        epilog="figures:\n" + "\n".join(f"  {n:28}{_MEANINGS[n]}" for n in _MEASUREMENTS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="figures; without any: all")
