@@ -93,10 +93,13 @@ class Handle:
     def remove(self) -> None:
         """Gives every module its own forward back. A second call does nothing."""
         for module in self._modules.values():
-            recomputed = module.__dict__["forward"]
-            del module.__dict__["forward"]
-            if recomputed.own is not None:
-                module.forward = recomputed.own
+            for place in PLACES:
+                recomputed = module.__dict__.get(place)
+                if not isinstance(recomputed, _Recomputed):
+                    continue
+                del module.__dict__[place]
+                if recomputed.own is not None:
+                    setattr(module, place, recomputed.own)
         self._modules = {}
 
 
@@ -115,16 +118,17 @@ def apply(
         units: Class names, classes, or shell patterns of module names. None finds the blocks: the
             entries of the ModuleList or Sequential of equal modules that holds most parameters.
 
-    Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
+    Compiled modules are recomputed as compiled; compile them before, not afterwards (which would run
+    them uncompiled). Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
     """
     chosen = select(model, policy, n, units)
     for name, module in chosen.items():
-        if isinstance(module.__dict__.get("forward"), _Recomputed):
+        if any(isinstance(module.__dict__.get(place), _Recomputed) for place in PLACES):
             raise Error(
                 f"[checkpointing] module is recomputed already: {name}; remove() that first"
             )
     for module in chosen.values():
-        module.forward = _Recomputed(module, selective=policy == "selective")
+        setattr(module, _place(module), _Recomputed(module, selective=policy == "selective"))
     return Handle(chosen)
 
 
@@ -175,14 +179,24 @@ def _matches(entry: str | type, name: str, module: nn.Module) -> bool:
     return type(module).__name__ == entry or bool(name and fnmatch.fnmatchcase(name, entry))
 
 
+# What a module's call goes through: compiled in place (module.compile()) it is not forward.
+PLACES = ("_compiled_call_impl", "forward")
+
+
+def _place(module: nn.Module) -> str:
+    return next(p for p in PLACES if p == "forward" or getattr(module, p, None) is not None)
+
+
 class _Recomputed:
     """Stands in for a module's forward. Copied with the module, it belongs to the copy."""
 
     def __init__(self, module: nn.Module, selective: bool) -> None:
         self.module = module
         self.selective = selective
-        self.own = module.__dict__.get("forward")  # None: the class's
+        self.own = module.__dict__.get(_place(module))  # None: the class's
 
+    # A compiler around it would move what is saved out of the region.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = _recompute_selectively if self.selective else _recompute
         return run(self._forward, args, kwargs, self._statistics())

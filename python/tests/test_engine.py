@@ -14,7 +14,7 @@ from plain_loop import Recipe, settings
 from poise import model_view
 from poise.loss import loss_parts
 from poise.status import Status
-from tiny_models import TinyForCausalLM, batch, counted, same_bits, split, tiny
+from tiny_models import batch, counted, same_bits, split, tiny
 from torch import nn
 
 WINDOW = split(batch(8, 12, seed=1), 2)
@@ -458,33 +458,3 @@ def test_model_outlives_its_engine():
     gc.collect()
     model(**WINDOW[0]).backward()
     assert model.head.weight.grad is not None
-
-
-# torch.compile.
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_model_trains_and_stays_compiled(backend):
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    torch._dynamo.reset()
-    plain = tiny()
-    step(engine_of(plain))
-    model = tiny()
-    compiled = torch.compile(model, backend=counting)
-    engine = engine_of(compiled)
-    assert step(engine).applied
-    assert graphs, "the model ran without its compiled graph"
-    assert engine.units[0] == "blocks.0"
-    assert torch.equal(engine.master("head.weight"), model.head.weight)
-    assert same_bits(plain, model)
-
-
-def test_checkpointing_of_a_compiled_model_is_refused():
-    compiled = torch.compile(TinyForCausalLM(), backend="eager")
-    with pytest.raises(poise.Error, match="compile the blocks"):
-        engine_of(compiled, checkpointing={"policy": "every_n"})
