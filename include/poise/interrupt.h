@@ -17,6 +17,11 @@ namespace poise {
 POISE_API void (*set_interrupt_check(void (*check)()))();
 POISE_API void check_interrupt();
 
+// What a signal makes a run throw. Not a std::exception, so that handlers of errors let it pass.
+struct POISE_API Interrupted {
+  int signal;
+};
+
 inline constexpr std::chrono::milliseconds kInterruptPeriod{50};
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;  // nullopt: none
 

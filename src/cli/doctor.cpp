@@ -1,4 +1,4 @@
-// `poise doctor`: versions, instruction sets, GPUs and threads, one a line.
+// `poise doctor`: what this machine and this build are, what they reach, and what that means.
 #include "cli/doctor.h"
 
 #include <ATen/Context.h>
@@ -6,28 +6,98 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
+#include <cstdio>
+#include <sstream>
 #include <thread>
 
+#include "cli/measure.h"
+#include "cli/stage_check.h"
 #include "kernels/isa.h"
+#include "poise/comm.h"
+#include "poise/error.h"
 #include "poise/version.h"
 
 namespace poise::cli {
+namespace {
+
+constexpr std::chrono::seconds kTimeout{60};
+constexpr double kSlow = 3;  // times slower than fp32: not worth it for speed
+
+template <class... Values>
+std::string format(const char* pattern, Values... values) {
+  char text[256];
+  std::snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+void line(std::ostream& out, const char* name, const std::string& text) {
+  out << format("%-15s", name) << text << std::endl;
+}
+
+void versions(std::ostream& out) {
+  line(out, "poise", join(POISE_VERSION, ", built against torch ", TORCH_VERSION));
+  std::ostringstream isas;
+  for (const auto isa : kernels::available_isas()) isas << ' ' << kernels::name_of(isa);
+  line(out, "kernels",
+       join(kernels::name_of(kernels::active_isa()), " (this CPU:", isas.str(), ")"));
+  line(out, "torch kernels", at::get_cpu_capability());
+  line(out, "CUDA",
+       at::hasCUDA() ? join("in torch, devices: ", at::getNumGPUs())
+                     : std::string("not in this torch, or no driver"));
+  line(
+      out, "threads",
+      join(at::get_num_threads(), " of torch, ", std::thread::hardware_concurrency(), " hardware"));
+  line(out, "io_uring", io_uring());
+}
+
+// 16-bit matrices, and what to do about them.
+void matrices(std::ostream& out) {
+  const double fp32 = product_seconds(at::kFloat);
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const double ratio = product_seconds(dtype) / fp32;
+    const char* advice =
+        ratio > kSlow ? "; 16-bit training on this CPU saves memory, not time" : "";
+    line(out, dtype == at::kHalf ? "fp16" : "bf16",
+         format("matrix products take %.1f times as long as in fp32%s", ratio, advice));
+  }
+}
+
+void ranks(std::ostream& out, const std::shared_ptr<comm::Group>& group) {
+  if (group->size() == 1) {
+    line(out, "ranks", "1; started by torchrun, Slurm or mpirun, doctor looks at the group too");
+    const auto check = check_stages_in_threads();
+    line(out, "stages", check.text + " over two threads");
+    if (!check.same) fail("cli", "the self-test of the stages failed: ", check.text);
+    return;
+  }
+  line(out, "ranks",
+       join(group->size(), " over ", group->backend(), " on ", group->device().str()));
+  const auto rates = group_rates(*group);
+  line(out, "collectives",
+       format("16 MiB: reduce-scatter %.2f GB/s, all-gather %.2f GB/s", rates.reduce_scatter,
+              rates.all_gather));
+  const auto check = check_stages(group);
+  line(out, "stages", check.text);
+  // NCCL may add in another order at another size: bits are promised on CPU groups only.
+  if (!check.same && group->device().is_cpu()) {
+    fail("cli", "the self-test of the stages failed: ", check.text);
+  }
+}
+
+}  // namespace
 
 const char* version_line() { return "poise " POISE_VERSION " (torch " POISE_TORCH_VERSION ")"; }
 
 void doctor(std::ostream& out) {
-  out << "poise          " << POISE_VERSION << ", built against torch " << TORCH_VERSION << '\n';
-  out << "kernels        " << kernels::name_of(kernels::active_isa()) << " (this CPU:";
-  for (const auto isa : kernels::available_isas()) out << ' ' << kernels::name_of(isa);
-  out << ")\n";
-  out << "torch kernels  " << at::get_cpu_capability() << '\n';
-  const auto devices = at::hasCUDA() ? at::getNumGPUs() : 0;
-  out << "CUDA           "
-      << (at::hasCUDA() ? "in torch, devices: " + std::to_string(devices)
-                        : "not in this torch, or no driver")
-      << '\n';
-  out << "threads        " << at::get_num_threads() << " of torch, "
-      << std::thread::hardware_concurrency() << " hardware\n";
+  const auto group = comm::from_environment({.timeout = kTimeout});
+  std::ostringstream nowhere;
+  auto& text = group->rank() == 0 ? out : nowhere;
+  versions(text);
+  line(text, "memory",
+       format("copies at %.1f GB/s on 1 thread, %.1f on %d", copy_rate(1),
+              copy_rate(at::get_num_threads()), at::get_num_threads()));
+  matrices(text);
+  ranks(text, group);
 }
 
 }  // namespace poise::cli

@@ -1,14 +1,11 @@
 // Ctrl-C and SIGTERM during a run: noted by a handler, acted on between micro-batches.
 #pragma once
 
+#include "poise/interrupt.h"
+
 #include <csignal>
 
 namespace poise::cli {
-
-// Thrown out of the loss function; the engine discards the open window.
-struct Interrupted {
-  int signal;
-};
 
 // While it lives, SIGINT and SIGTERM are noted instead of ending the process; a second one does end
 // it.

@@ -44,7 +44,9 @@ void describe(CLI::App& app, Arguments& arguments) {
       config->add_option("--print", arguments.print, "a file with all defaults filled in");
   reference->excludes(print);
 
-  app.add_subcommand("doctor", "Show versions, instruction sets, GPUs and threads");
+  app.add_subcommand(
+      "doctor",
+      "Show versions, instruction sets and bandwidths; test the stages, also under torchrun");
 }
 
 int dispatch(const CLI::App& app, const Arguments& arguments) {

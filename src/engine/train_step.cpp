@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "engine/impl.h"
+#include "poise/interrupt.h"
 #include "poise/log.h"
 
 namespace poise {
@@ -111,7 +112,8 @@ void Engine::Impl::sum_up() {
   std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches)};
   const auto squared = gradients.squared_norms().cpu();
   const auto* norms = squared.const_data_ptr<double>();
-  for (std::size_t i = 0; i < table.entries().size(); ++i) {
+  const bool first_replica = ranks.replica->rank() == 0;  // the others have the same sums
+  for (std::size_t i = 0; i < table.entries().size() && first_replica; ++i) {
     row[Share::squares] += norms[i];
     if (!std::isfinite(norms[i]) && row[Share::bad_entry] == Share::kNone) {
       row[Share::bad_entry] = static_cast<double>(i);
@@ -152,7 +154,7 @@ void Engine::Impl::sum_up() {
 
 // Stage 0 over several ranks: the sums, joined by shards, become whole for everybody's optimizer.
 void Engine::Impl::gather_gradients() {
-  if (group->size() == 1 || shards.splits_optimizer()) return;
+  if (shards.size() == 1 || shards.splits_optimizer()) return;
   std::vector<Event> events;
   for (const int flat : optimizer_spans.flats) events.push_back(store.gather_gradient(flat));
   for (const auto& event : events) event.wait();
@@ -186,11 +188,12 @@ void Engine::Impl::apply(double factor) {
     auto& span = optimizer_spans.spans[i];
     const auto stats = optimizer->stats(span, groups, factor);
     if (shards.splits_optimizer() && stats.defined() && stats.numel() > 0) {
-      group->all_reduce(stats, "statistics of the optimizer").wait();
+      ranks.shard->all_reduce(stats, "statistics of the optimizer").wait();
     }
     optimizer->apply(span, groups, updates + 1, factor, stats);
-    if (shards.splits_optimizer() && !shards.splits_parameters()) {
-      gathers.push_back(store.gather_values(optimizer_spans.flats[i]));
+    const int flat = optimizer_spans.flats[i];
+    if (shards.splits_optimizer() && !shards.splits_parameters(flat)) {
+      gathers.push_back(store.gather_values(flat));
     }
   }
   for (const auto& gather : gathers) gather.wait();
@@ -254,6 +257,8 @@ namespace {
 std::string message_of(const std::exception_ptr& reason) {
   try {
     std::rethrow_exception(reason);
+  } catch (const Interrupted& interrupted) {
+    return join("ended by signal ", interrupted.signal);
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   } catch (const std::exception& error) {
@@ -266,7 +271,12 @@ std::string message_of(const std::exception_ptr& reason) {
 
 // What fails on one rank is fatal to all: they would wait for it.
 void Engine::Impl::give_up_window(const std::exception_ptr& reason) noexcept {
-  if (group->size() > 1) group->abort(message_of(reason));
+  if (group->size() > 1) {
+    const auto message = message_of(reason);
+    for (const auto& one : {group, ranks.shard, ranks.replica}) {
+      if (one->size() > 1) one->abort(message);
+    }
+  }
   discard_window();
 }
 

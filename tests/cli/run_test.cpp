@@ -67,7 +67,8 @@ TEST(Run, DoctorSaysWhatIsHere) {
   const auto outcome = command({"doctor"});
   EXPECT_EQ(outcome.code, 0);
   EXPECT_THAT(outcome.out, AllOf(HasSubstr("torch 2."), HasSubstr("kernels"), HasSubstr("CUDA"),
-                                 HasSubstr("threads")));
+                                 HasSubstr("threads"), HasSubstr("GB/s"),
+                                 HasSubstr("stages 0 and 1 give the same bits, 2 and 3 the same")));
 }
 
 }  // namespace

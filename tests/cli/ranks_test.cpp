@@ -1,0 +1,178 @@
+// `poise train` as two processes over gloo, started as torchrun starts them: the curve of one rank
+// at every stage, and the end of both when one is killed.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace poise::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+std::string free_port() {
+  const int descriptor = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  ::bind(descriptor, reinterpret_cast<sockaddr*>(&address), size);
+  ::getsockname(descriptor, reinterpret_cast<sockaddr*>(&address), &size);
+  ::close(descriptor);
+  return std::to_string(ntohs(address.sin_port));
+}
+
+class Ranks : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = ::testing::TempDir() + "/poise_ranks_XXXXXX";
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+    std::ofstream corpus(folder_ + "/text.txt");
+    for (int i = 0; i < 400; ++i) corpus << "the cat sat on the mat, " << i % 7 << " times.\n";
+    const Json config = {
+        {"batch", {{"micro_batch_size", 2}, {"global_batch_size", 8}}},
+        {"optimizer", {{"lr", 3e-3}}},
+        {"model", {{"layers", 2}, {"width", 16}, {"heads", 2}, {"sequence_length", 16}}},
+        {"data", {{"train", {folder_ + "/text.txt"}}}},
+        {"train", {{"max_updates", 6}, {"log_every", 2}, {"validation_batches", 2}}},
+    };
+    std::ofstream(folder_ + "/run.json") << config.dump();
+  }
+  // torch's libraries export a std::filesystem of their own, whose remove_all() crashes.
+  void TearDown() override { std::system(("rm -rf '" + folder_ + "'").c_str()); }
+
+  // One process for each rank of the world; rank 0's output goes to folder/name.
+  std::vector<pid_t> start(int ranks, const std::string& name,
+                           const std::vector<std::string>& settings) {
+    const auto port = free_port();
+    std::vector<pid_t> processes;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto text = std::to_string(rank);
+      std::vector<std::string> words{"env", "OMP_NUM_THREADS=1"};
+      if (ranks > 1) {
+        for (const auto& word :
+             {"RANK=" + text, "LOCAL_RANK=" + text, "WORLD_SIZE=" + std::to_string(ranks),
+              std::string("MASTER_ADDR=127.0.0.1"), "MASTER_PORT=" + port}) {
+          words.push_back(word);
+        }
+      }
+      for (const auto& word :
+           {std::string(POISE_PROGRAM), std::string("train"), folder_ + "/run.json",
+            std::string("--set"), "train.output_dir=" + folder_ + "/" + name}) {
+        words.push_back(word);
+      }
+      for (const auto& setting : settings) {
+        words.push_back("--set");
+        words.push_back(setting);
+      }
+      std::vector<char*> arguments;
+      for (auto& word : words) arguments.push_back(word.data());
+      arguments.push_back(nullptr);
+      posix_spawn_file_actions_t actions;
+      posix_spawn_file_actions_init(&actions);
+      const auto log = folder_ + "/" + name + "." + text + ".log";
+      for (const int descriptor : {1, 2}) {
+        posix_spawn_file_actions_addopen(&actions, descriptor, log.c_str(),
+                                         O_WRONLY | O_CREAT | O_APPEND, 0644);
+      }
+      pid_t process = 0;
+      EXPECT_EQ(::posix_spawnp(&process, "env", &actions, nullptr, arguments.data(), environ), 0);
+      posix_spawn_file_actions_destroy(&actions);
+      processes.push_back(process);
+    }
+    return processes;
+  }
+
+  static int wait_for(pid_t process) {
+    int status = 0;
+    ::waitpid(process, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
+
+  std::string log_of(const std::string& name, int rank) const {
+    std::stringstream text;
+    text << std::ifstream(folder_ + "/" + name + "." + std::to_string(rank) + ".log").rdbuf();
+    return text.str();
+  }
+
+  Json summary(const std::string& name) const {
+    std::ifstream file(folder_ + "/" + name + "/metrics.jsonl");
+    Json last;
+    for (std::string line; std::getline(file, line);) last = Json::parse(line);
+    return last;
+  }
+
+  std::string folder_;
+};
+
+TEST_F(Ranks, EveryStageGivesTheCurveOfOneRank) {
+  EXPECT_EQ(wait_for(start(1, "one", {}).front()), 0);
+  const auto alone = summary("one");
+  std::vector<Json> by_stage;
+  for (int stage = 0; stage <= 3; ++stage) {
+    const auto name = "stage" + std::to_string(stage);
+    for (const auto process : start(2, name, {"zero.stage=" + std::to_string(stage)})) {
+      EXPECT_EQ(wait_for(process), 0) << log_of(name, 0) << log_of(name, 1);
+    }
+    by_stage.push_back(summary(name));
+    const auto& got = by_stage.back();
+    EXPECT_EQ(got["ranks"], 2);
+    EXPECT_EQ(got["stage"], stage);
+    ASSERT_EQ(got["losses"].size(), alone["losses"].size());
+    for (std::size_t i = 0; i < got["losses"].size(); ++i) {
+      const double loss = alone["losses"][i];
+      EXPECT_NEAR(got["losses"][i].get<double>(), loss, 1e-5 * loss) << stage;
+    }
+  }
+  EXPECT_EQ(by_stage[0]["losses"], by_stage[1]["losses"]);  // to the bit
+  EXPECT_EQ(by_stage[2]["losses"], by_stage[3]["losses"]);
+  EXPECT_LT(by_stage[1]["peak_bytes"], by_stage[0]["peak_bytes"]);
+}
+
+TEST_F(Ranks, AKilledRankEndsTheOther) {
+  const auto processes = start(2, "killed", {"train.max_updates=1000000", "zero.stage=2"});
+  for (int i = 0; i < 300 && log_of("killed", 0).find("update 2/") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  ASSERT_THAT(log_of("killed", 0), HasSubstr("update 2/"));
+  ::kill(processes[1], SIGKILL);
+  const auto begin = Clock::now();
+  EXPECT_EQ(wait_for(processes[1]), 128 + SIGKILL);
+  EXPECT_EQ(wait_for(processes[0]), 1);
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(15));
+  EXPECT_THAT(log_of("killed", 0), HasSubstr("rank 1"));
+}
+
+TEST_F(Ranks, CtrlCOnOneEndsAll) {
+  const auto processes = start(2, "ended", {"train.max_updates=1000000"});
+  for (int i = 0; i < 300 && log_of("ended", 0).find("update 2/") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  ::kill(processes[0], SIGINT);
+  const auto begin = Clock::now();
+  EXPECT_EQ(wait_for(processes[0]), 128 + SIGINT);
+  EXPECT_NE(wait_for(processes[1]), 0);
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(15));
+  EXPECT_THAT(log_of("ended", 1), HasSubstr("signal 2"));
+}
+
+}  // namespace
+}  // namespace poise::cli
