@@ -95,6 +95,15 @@ class POISE_API Group {
   std::unique_ptr<Impl> impl_;
 };
 
+// The ranks of a training. Sharding happens inside `shard`; where that is not all of them, its
+// equals in the other shard groups are `replica`: rank = replica rank x shard size + shard rank
+// (shard inside a node, replicate across nodes). Null: `shard` is `all`, `replica` this rank alone.
+struct Ranks {
+  std::shared_ptr<Group> all;
+  std::shared_ptr<Group> shard;
+  std::shared_ptr<Group> replica;
+};
+
 // A group of one: no call reaches a backend.
 POISE_API std::shared_ptr<Group> one_rank(c10::Device device = c10::Device(c10::kCPU));
 

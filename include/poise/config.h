@@ -99,7 +99,9 @@ struct ZeroPolicy {
   std::int64_t stage = 0;  // 1: optimizer states, 2: and gradients, 3: and parameters
   Reduce reduce = Reduce::automatic;
   bool overlap = true;                            // gradients travel while backward goes on
+  DType gradient_dtype = DType::fp32;             // of gradients on the wire: fp32 or bf16
   KeepGathered keep_gathered = KeepGathered::no;  // stage 3
+  std::int64_t persistence_threshold = 0;  // stage 3: parameters of fewer elements stay whole
 };
 
 struct CommPolicy {

@@ -33,8 +33,8 @@ struct ModelView {
 };
 
 // Where every parameter lives. Canonical order: units in order of the view, inside a unit the order
-// of the parameters. Parameters of one unit that share dtype and trainability share a flat; each
-// starts at a multiple of kAlignment elements.
+// of the parameters. Parameters of one unit that share dtype and trainability share a flat (those
+// below a threshold one of their own); each starts at a multiple of kAlignment elements.
 class POISE_API ParamTable {
  public:
   static constexpr std::int64_t kAlignment = 256;
@@ -54,13 +54,15 @@ class POISE_API ParamTable {
     int unit = 0;
     at::ScalarType dtype;  // before the cast
     bool trainable = true;
+    bool small = false;        // of parameters below the threshold
     std::int64_t numel = 0;    // padded
     std::vector<int> entries;  // in order of offset
   };
 
   // Throws Error on overlapping parameters, several devices, a unit that names an unknown
   // parameter.
-  explicit ParamTable(const ModelView& model);
+  // `small_below`: elements of the first parameter that is not small.
+  explicit ParamTable(const ModelView& model, std::int64_t small_below = 0);
 
   const std::vector<Entry>& entries() const { return entries_; }
   const std::vector<Flat>& flats() const { return flats_; }

@@ -70,6 +70,8 @@ class POISE_API Engine {
   // ranks" must then be made by all of them, in the same order. A failure on one rank ends the
   // group: every rank's next wait throws its message.
   Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group = {});
+  // Sharded inside smaller groups, replicated across them. Throws Error where they do not fit.
+  Engine(const ModelView& model, const Config& config, comm::Ranks ranks);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

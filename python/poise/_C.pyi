@@ -365,7 +365,9 @@ class Engine:
         buffers: collections.abc.Sequence[tuple[str, torch.Tensor]],
         units: collections.abc.Sequence[tuple[str, collections.abc.Sequence[str]]],
         config: Config,
-        group: Group = None,
+        all: Group = None,
+        shard: Group = None,
+        replica: Group = None,
     ) -> None: ...
     def backward(self, loss: tuple) -> None: ...
     def begin_update(self) -> None: ...

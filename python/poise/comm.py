@@ -11,7 +11,7 @@ group = poise.comm.from_environment()
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,16 @@ from torch.distributed import ProcessGroup
 from poise import _C
 from poise._C import Group
 
-__all__ = ["Group", "fake", "from_environment", "from_process_group", "group_for", "one_rank"]
+__all__ = [
+    "Group",
+    "Ranks",
+    "fake",
+    "from_environment",
+    "from_process_group",
+    "group_for",
+    "hybrid",
+    "one_rank",
+]
 
 _HALF_AN_HOUR = 1800.0
 
@@ -76,3 +85,34 @@ def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_
         group = from_process_group(given, device, timeout)
         _of_process_groups[given.group_name] = group
     return group
+
+
+class Ranks(NamedTuple):
+    """All ranks of a training, the group this rank shards in, and its equals in the other ones."""
+
+    all: Group
+    shard: Group | None = None  # None: all
+    replica: Group | None = None  # None: nobody
+
+
+def hybrid(
+    shard_size: int, device: torch.device | str = "cpu", timeout: float = _HALF_AN_HOUR
+) -> Ranks:
+    """Sharding inside blocks of `shard_size` ranks (a node), plain data parallel across them.
+
+    DeepSpeed's mics_shard_size. Over torch.distributed's default group; all ranks call it.
+    """
+    size = dist.get_world_size()
+    if shard_size < 1 or size % shard_size != 0:
+        raise _C.Error(
+            f"[comm] shard_size {shard_size} does not divide the {size} ranks; choose a divisor"
+        )
+
+    def mine(groups: list[list[int]]) -> Group:
+        made = [dist.new_group(ranks) for ranks in groups]  # every rank makes every group
+        at = next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)
+        return group_for(made[at], device, timeout)
+
+    blocks = [list(range(first, first + shard_size)) for first in range(0, size, shard_size)]
+    places = [list(range(place, size, shard_size)) for place in range(shard_size)]
+    return Ranks(group_for(dist.group.WORLD, device, timeout), mine(blocks), mine(places))

@@ -35,7 +35,8 @@ class Engine:
       units: classes, class names or name patterns of the modules that belong together; None: the
         entries of the model's largest list of blocks.
       group: the ranks that train together: a poise.comm.Group or a torch.distributed process
-        group. None: torch.distributed's default group where it is initialized, else one rank.
+        group, or poise.comm.hybrid(...). None: torch.distributed's default group where it is
+        initialized, else one rank.
         All ranks build the same model from the same settings; rank 0's values hold.
     """
 
@@ -50,9 +51,14 @@ class Engine:
             raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
         self.model = model
         self.config = read_config(config)
-        self.group = comm.group_for(
-            group, model_view.device_of(model), settings_of(self.config)["comm"]["timeout_seconds"]
+        timeout = settings_of(self.config)["comm"]["timeout_seconds"]
+        device = model_view.device_of(model)
+        ranks = (
+            group
+            if isinstance(group, comm.Ranks)
+            else comm.Ranks(comm.group_for(group, device, timeout))
         )
+        self.group, self._ranks = ranks.all, ranks
         if model_view.is_compiled(model) and self._shards_parameters():
             raise Error(
                 "[engine] the model was compiled before the engine: at zero.stage 3 its blocks are "
@@ -67,7 +73,9 @@ class Engine:
             model_view.named_buffers(model),
             model_view.unit_parameters(model, blocks),
             self.config,
-            self.group,
+            ranks.all,
+            ranks.shard,
+            ranks.replica,
         )
         self._whole = 0  # scopes of gathered() that are open
         undo = contextlib.ExitStack()
@@ -229,7 +237,8 @@ class Engine:
         return self.model(batch)
 
     def _shards_parameters(self) -> bool:
-        return self.group.size > 1 and settings_of(self.config)["zero"]["stage"] == 3
+        sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
+        return sharded > 1 and settings_of(self.config)["zero"]["stage"] == 3
 
     def _shard(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
         """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""

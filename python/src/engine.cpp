@@ -40,11 +40,12 @@ std::vector<NamedTensor> named(NamedTensors tensors) {
 }
 
 EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units,
-                      const Config& config, std::shared_ptr<comm::Group> group) {
+                      const Config& config, std::shared_ptr<comm::Group> all,
+                      std::shared_ptr<comm::Group> shard, std::shared_ptr<comm::Group> replica) {
   ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}};
   for (auto& [name, names] : units) view.units.push_back({std::move(name), std::move(names)});
   py::gil_scoped_release release;
-  return EnginePtr(new Engine(view, config, std::move(group)));
+  return EnginePtr(new Engine(view, config, comm::Ranks{all, shard, replica}));
 }
 
 Loss::Kind to_kind(const std::string& kind) {
@@ -174,7 +175,8 @@ void bind_engine(py::module_& module) {
 
   py::class_<Engine, EnginePtr>(module, "Engine", "The C++ engine; use poise.Engine.")
       .def(py::init(&make_engine), py::arg("parameters"), py::arg("buffers"), py::arg("units"),
-           py::arg("config"), py::arg("group") = nullptr)
+           py::arg("config"), py::arg("all") = nullptr, py::arg("shard") = nullptr,
+           py::arg("replica") = nullptr)
       .def("step_window", &step_window, py::arg("count"), py::arg("loss"),
            py::arg("counts") = std::vector<double>{})
       .def(

@@ -172,6 +172,11 @@ std::vector<Key<Config>> make_keys() {
           "it), or in every micro-batch; auto: "
           "last at stages 0 and 1, every at stages 2 and 3"),
       key(POISE_FIELD(zero.overlap), flag(), "gradients travel while backward goes on"),
+      key(POISE_FIELD(zero.persistence_threshold), integer(0),
+          "stage 3: parameters of fewer elements stay whole; 0: none"),
+      key(POISE_FIELD(zero.gradient_dtype),
+          enumeration<DType>({{"fp32", DType::fp32}, {"bf16", DType::bf16}}),
+          "type of gradients on their way between ranks; they are summed in fp32 either way"),
       key(POISE_FIELD(zero.keep_gathered),
           enumeration<KeepGathered>({{"no", KeepGathered::no}, {"window", KeepGathered::window}}),
           "stage 3: parameters are whole while their unit needs them, or once gathered until the "

@@ -111,6 +111,8 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
   }
   only_for(zero.stage == 3, zero.keep_gathered != KeepGathered::no, "zero.keep_gathered",
            "zero.stage 3");
+  only_for(zero.stage == 3, zero.persistence_threshold != 0, "zero.persistence_threshold",
+           "zero.stage 3");
   if (zero.stage >= 1 && !precision.fp32_accumulation) {
     fail("config", "zero.stage ", zero.stage,
          " sums gradients in fp32; set precision.fp32_accumulation, or stage 0");

@@ -75,7 +75,7 @@ struct Hash {
 
 }  // namespace
 
-ParamTable::ParamTable(const ModelView& model) {
+ParamTable::ParamTable(const ModelView& model, std::int64_t small_below) {
   if (model.parameters.empty()) {
     fail("core", "the model has no parameters; pass a model with at least one trainable parameter");
   }
@@ -141,12 +141,13 @@ ParamTable::ParamTable(const ModelView& model) {
     rest_unit_ = rest;
   }
 
-  std::map<std::tuple<int, at::ScalarType, bool>, int> flat_of;
+  std::map<std::tuple<int, at::ScalarType, bool, bool>, int> flat_of;
   for (const int index : order) {
     auto& entry = found[index];
-    const auto key = std::tuple(entry.unit, entry.dtype, entry.trainable);
+    const bool small = entry.numel < small_below;
+    const auto key = std::tuple(entry.unit, entry.dtype, entry.trainable, small);
     const auto [it, is_new] = flat_of.try_emplace(key, static_cast<int>(flats_.size()));
-    if (is_new) flats_.push_back({entry.unit, entry.dtype, entry.trainable, 0, {}});
+    if (is_new) flats_.push_back({entry.unit, entry.dtype, entry.trainable, small, 0, {}});
     auto& flat = flats_[it->second];
     entry.flat = it->second;
     entry.offset = flat.numel;

@@ -121,6 +121,26 @@ std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const
   return given;
 }
 
+// Only stage 3 keeps small parameters apart.
+std::int64_t small_below(const config::ZeroPolicy& policy) {
+  return policy.stage == 3 ? policy.persistence_threshold : 0;
+}
+
+comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& config) {
+  comm::Ranks ranks{group_for(std::move(given.all), model, config), given.shard, given.replica};
+  if (!ranks.shard) ranks.shard = ranks.all;
+  if (!ranks.replica) ranks.replica = comm::one_rank(ranks.all->device());
+  const auto& [all, shard, replica] = ranks;
+  if (shard->size() * replica->size() != all->size() ||
+      replica->rank() * shard->size() + shard->rank() != all->rank()) {
+    fail("engine", "rank ", all->rank(), " of ", all->size(), " is rank ", shard->rank(), " of ",
+         shard->size(), " in its shard group and rank ", replica->rank(), " of ", replica->size(),
+         " among its replicas; shard groups are contiguous blocks of ranks of one size, replica "
+         "groups the ranks of equal place in them");
+  }
+  return ranks;
+}
+
 ParamTable agreed(ParamTable table, const Config& config, comm::Group& group) {
   if (group.size() > 1) engine::check_ranks_agree(group, table, config);
   return table;
@@ -147,20 +167,21 @@ memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& 
 
 std::shared_ptr<zero::Units> Engine::Impl::make_units() {
   if (!shards.splits_parameters()) return nullptr;
-  return std::make_shared<zero::Units>(table, store, following,
+  return std::make_shared<zero::Units>(table, store, shards, following,
                                        config.zero.keep_gathered == config::KeepGathered::window,
                                        [this](int unit) { gradients.join_unit(unit); });
 }
 
-Engine::Impl::Impl(const ModelView& model, const Config& wanted, std::shared_ptr<comm::Group> ranks)
+Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given)
     : config(validated(wanted)),
-      group(group_for(std::move(ranks), model, config)),
+      ranks(ranks_for(std::move(given), model, config)),
+      group(ranks.all),
       accumulation(config::accumulation(config.batch, group->size())),
-      table(agreed(ParamTable(model), config, *group)),
-      shards(table, config.zero, group->rank(), group->size()),
-      store(model, table, config.precision, shards, *group, with_budget(ledger, config.memory)),
+      table(agreed(ParamTable(model, small_below(config.zero)), config, *group)),
+      shards(table, config.zero, ranks.shard->rank(), ranks.shard->size()),
+      store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory)),
       following(*group),
-      gradients(table, store, shards, *group, config.zero, following, ledger),
+      gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),
       optimizer(optim::make_optimizer(config.optimizer)),
       optimizer_spans(

@@ -15,7 +15,9 @@ namespace poise {
 using engine::WindowState;
 
 Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group)
-    : impl_(std::make_unique<Impl>(model, config, std::move(group))) {}
+    : Engine(model, config, comm::Ranks{std::move(group), {}, {}}) {}
+Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks)
+    : impl_(std::make_unique<Impl>(model, config, std::move(ranks))) {}
 Engine::~Engine() = default;
 
 namespace {

@@ -78,7 +78,7 @@ class Stopwatch {
 }  // namespace engine
 
 struct Engine::Impl {
-  Impl(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group);
+  Impl(const ModelView& model, const Config& config, comm::Ranks ranks);
 
   // The stops, in order; train_step.cpp.
   void open_window(const std::vector<double>& counts);
@@ -117,8 +117,9 @@ struct Engine::Impl {
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
-  const std::shared_ptr<comm::Group> group;
-  const std::int64_t accumulation;  // micro-batches of a full window
+  const comm::Ranks ranks;
+  const std::shared_ptr<comm::Group> group;  // all of them
+  const std::int64_t accumulation;           // micro-batches of a full window
   const ParamTable table;
   const zero::Shards shards;
   memory::Ledger ledger;

@@ -70,10 +70,10 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 
 FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
                      const config::PrecisionPolicy& policy, const Shards& shards,
-                     comm::Group& group, const memory::Ledger& ledger)
+                     const comm::Ranks& ranks, const memory::Ledger& ledger)
     : table_(table),
       shards_(shards),
-      group_(group),
+      ranks_(ranks),
       ledger_(ledger),
       flats_(table.flats().size()),
       poisons_(table.entries().size()) {
@@ -97,7 +97,7 @@ at::Tensor FlatStore::original_values(int index) {
   for (const int entry : layout.entries) {
     view_of(entry, original).copy_(parameters_[static_cast<std::size_t>(entry)]);
   }
-  group_.broadcast(original.view(at::kByte), 0, label(index)).wait();
+  ranks_.all->broadcast(original.view(at::kByte), 0, label(index)).wait();
   return original;
 }
 
@@ -113,7 +113,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
               "' are cast from ", layout.dtype, " to ", kept, " (precision.parameters)");
   }
   at::Tensor original;
-  if (shards_.size() > 1) {
+  if (ranks_.all->size() > 1) {
     AccountScope scope(ledger_, Account::staging);
     original = original_values(index);
   }
@@ -131,7 +131,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
   };
   {
     AccountScope scope(ledger_, Account::parameters);
-    if (shards_.splits_parameters()) {
+    if (shards_.splits_parameters(index)) {
       const auto mine = shards_.mine(index);
       tensors.shard = at::empty({mine.size()}, options.dtype(kept));
       tensors.shard.copy_(original.narrow(0, mine.begin, mine.size()));
@@ -140,7 +140,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
       fill(tensors.values);
     }
   }
-  if (shards_.splits_parameters()) {
+  if (shards_.splits_parameters(index)) {
     AccountScope scope(ledger_, Account::gathered);
     tensors.values = at::empty({shards_.whole(index)}, options.dtype(kept));
   }
@@ -163,12 +163,12 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
     if (layout.trainable) parameter.mutable_grad().reset();  // nothing stale is ever applied
     // Before gradient accumulators exist: a change of dtype would drop their hooks.
     parameter.set_data(view_of(entry, tensors.values));
-    if (shards_.splits_parameters()) {
+    if (shards_.splits_parameters(index)) {
       poisons_[static_cast<std::size_t>(entry)] =
           poison_like(parameter, table_.entries()[static_cast<std::size_t>(entry)].name);
     }
   }
-  if (shards_.splits_parameters()) release(index);
+  if (shards_.splits_parameters(index)) release(index);
 }
 
 at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
@@ -179,9 +179,9 @@ at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
 }
 
 void FlatStore::notice_edits() {
-  if (shards_.splits_parameters()) return;  // edited only while gathered, and taken over then
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& entry = table_.entries()[i];
+    if (shards_.splits_parameters(entry.flat)) continue;  // edited in gathered(), taken over there
     const auto& parameter = parameters_[i];
     const auto& values = flats_[static_cast<std::size_t>(entry.flat)].values;
     const auto* home =
@@ -224,7 +224,8 @@ Event FlatStore::gather_parameters(int index) {
     give_memory(tensors.values);
   }
   if (tensors.values.numel() == 0) return {};
-  return group_.all_gather(tensors.values, tensors.shard, join("parameters of ", label(index)));
+  return ranks_.shard->all_gather(tensors.values, tensors.shard,
+                                  join("parameters of ", label(index)));
 }
 
 void FlatStore::expose(int index) {
@@ -245,7 +246,7 @@ void FlatStore::share_values(int index, int writer) {
   at::NoGradGuard no_grad;
   auto& tensors = flat(index);
   if (tensors.values.numel() == 0) return;
-  group_.broadcast(tensors.values.view(at::kByte), writer, label(index)).wait();
+  ranks_.all->broadcast(tensors.values.view(at::kByte), writer, label(index)).wait();
   const auto mine = shards_.mine(index);
   if (tensors.shard.defined()) {
     tensors.shard.copy_(tensors.values.narrow(0, mine.begin, mine.size()));
@@ -258,7 +259,7 @@ void FlatStore::share_values(int index, int writer) {
 }
 
 at::Tensor FlatStore::optimized_values(int index) {
-  if (shards_.splits_parameters()) return flat(index).shard;
+  if (shards_.splits_parameters(index)) return flat(index).shard;
   const auto range = shards_.optimized(index);
   return flat(index).values.narrow(0, range.begin, range.size());
 }
@@ -282,12 +283,13 @@ std::string FlatStore::label(int index) const {
 Event FlatStore::gather_values(int index) {
   const auto range = shards_.mine(index);
   auto& values = flat(index).values;
-  return group_.all_gather(values, values.narrow(0, range.begin, range.size()), label(index));
+  return ranks_.shard->all_gather(values, values.narrow(0, range.begin, range.size()),
+                                  label(index));
 }
 
 Event FlatStore::gather_gradient(int index) {
-  return group_.all_gather(flat(index).accumulator, gradient_shard(index),
-                           join("gradient of ", label(index)));
+  return ranks_.shard->all_gather(flat(index).accumulator, gradient_shard(index),
+                                  join("gradient of ", label(index)));
 }
 
 void FlatStore::write_gradient(int index, const at::Tensor& values) {
@@ -305,13 +307,13 @@ void FlatStore::write_gradient(int index, const at::Tensor& values) {
 
 at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* what) {
   auto whole = at::empty({shards_.whole(index)}, mine.options());
-  group_.all_gather(whole, mine, join(what, " of ", label(index))).wait();
+  ranks_.shard->all_gather(whole, mine, join(what, " of ", label(index))).wait();
   return whole;
 }
 
 at::Tensor FlatStore::whole_master(int index) {
   const auto& tensors = flat(index);
-  if (shards_.splits_parameters()) {
+  if (shards_.splits_parameters(index)) {
     return gathered(tensors.master.defined() ? tensors.master : tensors.shard, index, "master");
   }
   if (!tensors.master.defined()) return tensors.values;

@@ -31,7 +31,7 @@ class FlatStore {
   // Casts and re-homes the model's parameters (tensor objects, names, ties, shapes and strides
   // stay). Masters are made from the values before the cast; all ranks take rank 0's values.
   FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
-            const Shards& shards, comm::Group& group, const memory::Ledger& ledger);
+            const Shards& shards, const comm::Ranks& ranks, const memory::Ledger& ledger);
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
   const std::vector<at::Tensor>& parameters() const {
@@ -82,7 +82,7 @@ class FlatStore {
 
   const ParamTable& table_;
   const Shards& shards_;
-  comm::Group& group_;
+  const comm::Ranks& ranks_;
   const memory::Ledger& ledger_;
   std::vector<FlatTensors> flats_;
   std::vector<at::Tensor> parameters_;

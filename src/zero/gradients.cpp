@@ -48,12 +48,13 @@ struct Gradients::Hook : torch::autograd::FunctionPreHook {
 };
 
 Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& shards,
-                     comm::Group& group, const config::ZeroPolicy& policy, Following& following,
-                     const memory::Ledger& ledger)
+                     const comm::Ranks& ranks, const config::ZeroPolicy& policy,
+                     Following& following, const memory::Ledger& ledger)
     : table_(table),
       store_(store),
       shards_(shards),
-      reducer_(table, store, shards, group, policy.overlap, following, ledger),
+      replicas_(*ranks.replica),
+      reducer_(table, store, shards, *ranks.shard, policy, following, ledger),
       norm_valid_(table.entries().size()),
       shared_(std::make_shared<Shared>()) {
   shared_->owner = this;
@@ -124,7 +125,8 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
   auto& arrived = pile.arrived[static_cast<std::size_t>(reducer_.place_of(entry))];
   const auto ordered = dense(entry, gradient);
   // With one rank the window's last pass over memory also makes the norm.
-  const bool makes_norm = position_ == MicroBatch::last && shards_.size() == 1;
+  const bool makes_norm =
+      position_ == MicroBatch::last && shards_.size() == 1 && replicas_.size() == 1;
   if (pile.sum.scalar_type() == at::kFloat) {
     auto* norm = makes_norm ? squared_norms_.mutable_data_ptr<double>() + entry : nullptr;
     kernels::accumulate(launch_for(pile.sum.device()),
@@ -149,7 +151,24 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
 void Gradients::finish_window() {
   if (!reducer_.window_joined()) follow_micro_batch(MicroBatch::last);  // closed before its time
   reducer_.zero_what_never_came();
+  join_replicas();
   make_norms();
+}
+
+// What the ranks of a shard group have summed, each its shard, is summed with that of the other
+// shard groups: once per window.
+void Gradients::join_replicas() {
+  if (replicas_.size() == 1 || replicas_joined_) return;
+  replicas_joined_ = true;
+  std::vector<Event> events;
+  for (int flat = 0; flat < static_cast<int>(table_.flats().size()); ++flat) {
+    const auto& layout = table_.flats()[static_cast<std::size_t>(flat)];
+    if (!layout.trainable || layout.numel == 0) continue;
+    const auto& unit = table_.units()[static_cast<std::size_t>(layout.unit)];
+    events.push_back(replicas_.all_reduce(store_.gradient_shard(flat),
+                                          join("gradients of ", unit, " over replicas")));
+  }
+  for (const auto& event : events) event.wait();
 }
 
 void Gradients::make_norms() {
@@ -173,6 +192,7 @@ void Gradients::make_norm(int entry) {
 
 void Gradients::start_window() {
   std::fill(norm_valid_.begin(), norm_valid_.end(), 0);
+  replicas_joined_ = false;
   reducer_.start_window();
 }
 

@@ -22,8 +22,9 @@ enum class Count { no, yes };
 class Gradients {
  public:
   // All references outlive this. Hooks of a dropped Gradients let gradients pass untouched.
-  Gradients(const ParamTable& table, FlatStore& store, const Shards& shards, comm::Group& group,
-            const config::ZeroPolicy& policy, Following& following, const memory::Ledger& ledger);
+  Gradients(const ParamTable& table, FlatStore& store, const Shards& shards,
+            const comm::Ranks& ranks, const config::ZeroPolicy& policy, Following& following,
+            const memory::Ledger& ledger);
   ~Gradients();
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
@@ -76,15 +77,18 @@ class Gradients {
   void take(int entry, const at::Tensor& gradient);
   at::Tensor dense(int entry, const at::Tensor& gradient);
   void make_norms();
+  void join_replicas();
 
   const ParamTable& table_;
   FlatStore& store_;
   const Shards& shards_;
+  comm::Group& replicas_;
   Reducer reducer_;
   std::vector<char> norm_valid_;  // by entry: for what the accumulator holds now
   at::Tensor squared_norms_;      // [entries] fp64
   MicroBatch position_ = MicroBatch::inner;
   bool counts_ = true;
+  bool replicas_joined_ = false;  // in this window
   bool sparse_noted_ = false;
   std::shared_ptr<Shared> shared_;
   // Held: a tensor keeps only a weak pointer to its accumulator, and the hook lives in the

@@ -31,13 +31,14 @@ void zero_gaps(const ParamTable& table, const ParamTable::Flat& layout, Pile& pi
 }  // namespace
 
 Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards,
-                 comm::Group& group, bool overlap, Following& following,
+                 comm::Group& group, const config::ZeroPolicy& policy, Following& following,
                  const memory::Ledger& ledger)
     : table_(table),
       store_(store),
       shards_(shards),
       group_(group),
-      overlap_(overlap),
+      overlap_(policy.overlap),
+      half_wire_(policy.gradient_dtype == config::DType::bf16),
       following_(following),
       ledger_(ledger),
       place_(table.entries().size()),
@@ -123,6 +124,12 @@ void Reducer::submit_ready() {
   }
 }
 
+at::Tensor Reducer::on_wire(const at::Tensor& sum) {
+  if (!half_wire_) return sum;
+  AccountScope scope(ledger_, Account::communication);
+  return sum.to(at::kBFloat16);
+}
+
 void Reducer::submit(int flat, Pile& pile, bool transient) {
   at::NoGradGuard no_grad;
   auto& s = state(flat);
@@ -131,11 +138,11 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   const auto range = shards_.mine(flat);
   const auto& unit = table_.units()[static_cast<std::size_t>(layout(flat).unit)];
   auto mine = pile.sum.narrow(0, range.begin, range.size());
-  Flight flight{flat, pile.sum, transient, {}};
+  Flight flight{flat, pile.sum, on_wire(pile.sum), transient, {}};
   if (shards_.whole(flat) > 0) {
     // Ranks that join once per window may have had different numbers of micro-batches.
     flight.event =
-        group_.reduce_scatter(mine, pile.sum,
+        group_.reduce_scatter(mine, flight.wire,
                               shards_.reduces_every_micro_batch()
                                   ? join("gradients of ", unit, ", micro-batch ", micro_batch_)
                                   : join("gradients of ", unit));

@@ -29,7 +29,7 @@ struct Pile {
 class Reducer {
  public:
   Reducer(const ParamTable& table, FlatStore& store, const Shards& shards, comm::Group& group,
-          bool overlap, Following& following, const memory::Ledger& ledger);
+          const config::ZeroPolicy& policy, Following& following, const memory::Ledger& ledger);
 
   void start_window();
   // Whether this micro-batch's gradients are joined with those of the other ranks.
@@ -60,7 +60,8 @@ class Reducer {
   };
   struct Flight {
     int flat;
-    at::Tensor sum;  // kept until it lands
+    at::Tensor sum;   // kept until it lands
+    at::Tensor wire;  // what travels: the sum, or a 16-bit copy of it
     bool transient;
     Event event;
   };
@@ -72,6 +73,7 @@ class Reducer {
   bool ready(int flat);
   void submit_ready();
   void submit(int flat, Pile& pile, bool transient);
+  at::Tensor on_wire(const at::Tensor& sum);
   void land_all();
   void land(const Flight& flight);
 
@@ -80,6 +82,7 @@ class Reducer {
   const Shards& shards_;
   comm::Group& group_;
   const bool overlap_;
+  const bool half_wire_;  // gradients travel in bf16
   Following& following_;
   const memory::Ledger& ledger_;
   std::vector<int> order_;  // flats in order of their reduces

@@ -29,6 +29,9 @@ class Shards {
   bool splits_optimizer() const { return stage_ >= 1; }
   bool splits_gradients() const { return stage_ >= 2 && every_; }
   bool splits_parameters() const { return stage_ >= 3; }
+  bool splits_parameters(int flat) const {  // small ones stay whole
+    return stage_ >= 3 && !table_.flats()[static_cast<std::size_t>(flat)].small;
+  }
   // Whether gradients are joined in every micro-batch, or once per window.
   bool reduces_every_micro_batch() const { return every_; }
 

@@ -54,16 +54,17 @@ struct Units::Mark : torch::autograd::Function<Units::Mark> {
   }
 };
 
-Units::Units(const ParamTable& table, FlatStore& store, Following& following, bool keep_gathered,
-             std::function<void(int)> backward_ended)
+Units::Units(const ParamTable& table, FlatStore& store, const Shards& shards, Following& following,
+             bool keep_gathered, std::function<void(int)> backward_ended)
     : table_(table),
       store_(store),
       following_(following),
       keep_gathered_(keep_gathered),
       backward_ended_(std::move(backward_ended)),
       states_(table.units().size()) {
-  for (std::size_t flat = 0; flat < table.flats().size(); ++flat) {
-    state(table.flats()[flat].unit).flats.push_back(static_cast<int>(flat));
+  for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+    if (!shards.splits_parameters(flat)) continue;
+    state(table.flats()[static_cast<std::size_t>(flat)].unit).flats.push_back(flat);
   }
 }
 

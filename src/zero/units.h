@@ -25,8 +25,8 @@ class Units : public std::enable_shared_from_this<Units> {
  public:
   using Tensors = std::vector<at::Tensor>;
   // `backward_ended(unit)`: all gradients of the unit's calls have come.
-  Units(const ParamTable& table, FlatStore& store, Following& following, bool keep_gathered,
-        std::function<void(int unit)> backward_ended);
+  Units(const ParamTable& table, FlatStore& store, const Shards& shards, Following& following,
+        bool keep_gathered, std::function<void(int unit)> backward_ended);
 
   // Parameters in no unit are whole from hold_rest() on, until let_rest_go() or end_window().
   void hold_rest();

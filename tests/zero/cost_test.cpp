@@ -166,6 +166,35 @@ TEST(Cost, Stage3HasABoundedLiveSet) {
   EXPECT_LT(peaks[1], peaks[0]);
 }
 
+// bf16 on the wire halves e_g; the sum over ranks is still one of fp32.
+TEST(Cost, GradientsMayTravelInBf16) {
+  constexpr int k = 2, ranks = 2;
+  testing::on_ranks(ranks, [&](std::shared_ptr<comm::Group> group) {
+    at::set_num_threads(1);
+    std::vector<at::Tensor> window;
+    for (int i = 0; i < k; ++i)
+      window.push_back(test::normal({4, WideModel::kWidth}, static_cast<std::uint64_t>(i)));
+    std::vector<double> norms;
+    for (const auto dtype : {config::DType::fp32, config::DType::bf16}) {
+      WideModel model;
+      Config config;
+      config.zero.stage = 2;
+      config.zero.gradient_dtype = dtype;
+      Engine engine(model.view(), config, group);
+      group->reset_traffic();
+      norms.push_back(
+          engine.step(window, [&](const at::Tensor& x) { return Loss(model.loss(x)); }).grad_norm);
+      const auto moved = static_cast<double>(
+          group->traffic().bytes[static_cast<std::size_t>(comm::Kind::reduce_scatter)]);
+      const double e_g = dtype == config::DType::fp32 ? 4 : 2;
+      const double expected = WideModel::kParameters * k * e_g * (ranks - 1) / ranks;
+      EXPECT_NEAR(moved, expected, 0.01 * expected);
+    }
+    EXPECT_NE(norms[0], norms[1]);
+    EXPECT_NEAR(norms[0], norms[1], 0.004 * norms[0]);  // bf16 keeps 8 bits
+  });
+}
+
 // Gathered once for the window: e_p + k e_g.
 TEST(Cost, KeptParametersAreGatheredOncePerWindow) {
   constexpr int k = 3, ranks = 2;

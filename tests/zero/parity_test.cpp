@@ -86,16 +86,23 @@ TEST_P(Parity, StagesAgreeAndStayNearFloat64) {
     int stage;
     config::Reduce reduce = config::Reduce::automatic;
     config::KeepGathered keep = config::KeepGathered::no;
+    std::int64_t small_below = 0;
   };
   const std::vector<Way> ways{
-      {"0", 0}, {"1", 1}, {"3 last", 3, config::Reduce::last},
-      {"2", 2}, {"3", 3}, {"3 kept", 3, config::Reduce::every, config::KeepGathered::window}};
+      {"0", 0},
+      {"1", 1},
+      {"3 last", 3, config::Reduce::last},
+      {"2", 2},
+      {"3", 3},
+      {"3 kept", 3, config::Reduce::every, config::KeepGathered::window},
+      {"3 small whole", 3, config::Reduce::every, config::KeepGathered::no, 10}};
   constexpr std::size_t kFirstLast = 0, kFirstEvery = 3;
   std::vector<Outcome> by_stage;
   const auto config_of_way = [&, c = c](const Way& way) {
     auto config = config_of(c, way.stage);
     config.zero.reduce = way.reduce;
     config.zero.keep_gathered = way.keep;
+    config.zero.persistence_threshold = way.small_below;
     return config;
   };
   for (const auto& way : ways) {

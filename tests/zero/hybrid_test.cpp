@@ -1,0 +1,111 @@
+// Hybrid sharding: 2 x 2 ranks, sharded inside pairs and replicated across them.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "zero/training.h"
+
+namespace poise {
+namespace {
+
+using test::GridModel;
+using ::testing::HasSubstr;
+
+config::OptimizerPolicy adamw() {
+  config::OptimizerPolicy policy;
+  policy.lr = 1e-2;
+  policy.weight_decay = 0.1;
+  policy.max_grad_norm = 0.5;
+  return policy;
+}
+
+// Handles of rank r: all four, the pair {2i, 2i + 1}, and the ranks of equal place in the pairs.
+struct Mesh {
+  std::vector<std::shared_ptr<comm::Group>> shards[2] = {comm::threads(2), comm::threads(2)};
+  std::vector<std::shared_ptr<comm::Group>> replicas[2] = {comm::threads(2), comm::threads(2)};
+  comm::Ranks of(const std::shared_ptr<comm::Group>& all) const {
+    const auto rank = static_cast<std::size_t>(all->rank());
+    return {all, shards[rank / 2][rank % 2], replicas[rank % 2][rank / 2]};
+  }
+};
+
+class Hybrid : public ::testing::TestWithParam<std::tuple<int, std::vector<std::size_t>>> {};
+
+TEST_P(Hybrid, TrainsAsTheWorldDoes) {
+  const auto [stage, counts] = GetParam();
+  test::Training run;
+  run.ranks = 4;
+  run.counts = counts;
+  std::size_t micro_batches = 0;
+  for (const auto count : counts) micro_batches += count;
+  run.window = test::equal_windows(static_cast<int>(micro_batches));
+  test::PlainTraining exact(at::kDouble, at::kDouble, adamw()),
+      plain(at::kFloat, at::kFloat, adamw());
+  std::vector<double> losses;
+  for (int update = 0; update < 3; ++update) {
+    losses.push_back(exact.step(run.window(update), 1e-2));
+    plain.step(run.window(update), 1e-2);
+  }
+  const auto expected = test::values_of(exact.model);
+  const double allowed = 2 * test::rms_difference(test::values_of(plain.model), expected);
+
+  Mesh mesh;
+  std::vector<test::Values> ended(4);
+  testing::on_ranks(4, [&, stage = stage](std::shared_ptr<comm::Group> all) {
+    at::set_num_threads(1);
+    GridModel model;
+    Config config;
+    config.optimizer = adamw();
+    config.zero.stage = stage;
+    Engine engine(model.view(), config, mesh.of(all));
+    model.bind(engine);
+    for (int update = 0; update < 3; ++update) {
+      const auto share = test::share_of(run, run.window(update), all->rank());
+      const auto result = engine.step(share, [&](const at::Tensor& b) {
+        return Loss::sum(model.loss_sum(b), test::counted(b));
+      });
+      EXPECT_EQ(result.status, Status::applied);
+      EXPECT_NEAR(result.loss, losses[static_cast<std::size_t>(update)], 1e-5);
+    }
+    ended[static_cast<std::size_t>(all->rank())] = test::values_of(engine, model);
+  });
+  EXPECT_LE(test::rms_difference(ended[0], expected), allowed);
+  for (std::size_t rank = 1; rank < 4; ++rank) {
+    EXPECT_EQ(test::first_difference(ended[0], ended[rank]), "") << rank;
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Stages, Hybrid,
+                         ::testing::Combine(::testing::Values(0, 1, 2, 3),
+                                            ::testing::Values(std::vector<std::size_t>{2, 2, 2, 2},
+                                                              std::vector<std::size_t>{3, 2, 0,
+                                                                                       1})));
+
+// Bytes are split by the pair, not by the world.
+TEST(HybridCost, ShardsOfThePair) {
+  Mesh mesh;
+  testing::on_ranks(4, [&](std::shared_ptr<comm::Group> all) {
+    at::set_num_threads(1);
+    const auto weight = test::normal({256, 256}, 1).requires_grad_();
+    Config config;
+    config.zero.stage = 2;
+    Engine engine(ModelView{{{"weight", weight}}, {}, {{"unit", {"weight"}}}}, config,
+                  mesh.of(all));
+    const auto books = engine.ledger().snapshot();
+    constexpr auto optimizer = static_cast<std::size_t>(memory::Account::optimizer);
+    EXPECT_EQ(books.current[optimizer], 8 * 256 * 256 / 2);
+  });
+}
+
+TEST(HybridCost, GroupsThatDoNotFitAreRefused) {
+  testing::on_ranks(2, [&](std::shared_ptr<comm::Group> all) {
+    GridModel model;
+    try {
+      Engine engine(model.view(), Config{}, comm::Ranks{all, all, all});
+      ADD_FAILURE() << "a shard group and replicas of two ranks each in a world of two";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("of 2 in its shard group"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace poise
