@@ -84,7 +84,8 @@ class POISE_API Group {
   // result: call this after waiting for the device, before using what they brought.
   void check() const;
 
-  // Ends the group on every rank with this message (this rank's failure). Does not throw.
+  // Ends the group on every rank with this message (this rank's failure), and what this rank has in
+  // flight: afterwards its tensors are its own again. Does not throw.
   void abort(const std::string& message) noexcept;
 
   Traffic traffic() const;

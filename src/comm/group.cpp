@@ -5,7 +5,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "comm/backend.h"
@@ -69,7 +71,8 @@ std::int64_t sent_bytes(const Call& call, int rank, int size) {
   return 0;
 }
 
-// How long a group that is dropped waits for collectives in flight before it ends the group.
+// How long a dropped group waits for collectives in flight before it ends, and an ended one for
+// this rank's to let go of their tensors.
 constexpr std::chrono::seconds kGrace{5};
 
 }  // namespace
@@ -121,12 +124,18 @@ struct Group::Impl {
     reserved = bytes;
   }
 
-  bool settled() const {
-    try {
-      return last.wait_for(kGrace);
-    } catch (const std::exception&) {
-      return last.done();  // its failure was or will be told to who waits for it
+  // Whether nothing is in flight any more, waiting a few seconds for it. Does not throw: failures
+  // are told to who waits for the result.
+  bool settled() const noexcept {
+    const auto deadline = std::chrono::steady_clock::now() + kGrace;
+    while (!last.done() && std::chrono::steady_clock::now() < deadline) {
+      try {
+        last.wait_for(kGrace);
+      } catch (const std::exception&) {  // or an interrupt, which comes again and again
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
     }
+    return last.done();
   }
 
   std::unique_ptr<Backend> backend;
@@ -243,7 +252,10 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
 
 void Group::reserve(std::int64_t bytes) { impl_->make_room(bytes); }
 void Group::check() const { impl_->backend->check(); }
-void Group::abort(const std::string& message) noexcept { impl_->backend->abort(message); }
+void Group::abort(const std::string& message) noexcept {
+  impl_->backend->abort(message);
+  impl_->settled();
+}
 Traffic Group::traffic() const { return impl_->traffic; }
 void Group::reset_traffic() { impl_->traffic = {}; }
 

@@ -92,7 +92,10 @@ struct Watch::State {
     if (!text) return;  // not there yet: slow to start, not gone
     const Beat theirs = beat_of(*text);
     const auto now = Clock::now();
-    if (theirs.pulse != last_pulse) {
+    // A whole job that was stopped goes on together: time in which this rank slept does not count.
+    const bool slept = now - last_look > settings.patience / 2;
+    last_look = now;
+    if (theirs.pulse != last_pulse || slept) {
       last_pulse = theirs.pulse;
       last_seen = now;
     }
@@ -178,6 +181,7 @@ struct Watch::State {
   bool reported = false;
   std::int64_t last_pulse = -1;
   Clock::time_point last_seen = Clock::now();
+  Clock::time_point last_look = Clock::now();
 };
 
 void Watch::run(const std::shared_ptr<State>& state) {

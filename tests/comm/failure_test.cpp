@@ -101,6 +101,15 @@ TEST(Failure, OfTheGroupEndsAllThatComesLater) {
   EXPECT_LT(seconds.passed(), 5);
 }
 
+TEST(Failure, AnAbortEndsWhatIsInFlight) {
+  auto groups = threads(2);
+  const Event pending = groups[0]->all_reduce(floats(2), "x");
+  EXPECT_FALSE(pending.wait_for(20ms));
+  groups[0]->abort("interrupted");
+  EXPECT_TRUE(pending.done());
+  EXPECT_THROW(pending.wait(), Error);
+}
+
 TEST(Failure, ATimeoutNamesWhoIsMissing) {
   std::promise<void> over;
   const auto errors = errors_on_ranks(

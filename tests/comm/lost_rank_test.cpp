@@ -187,6 +187,16 @@ TEST(LostRank, PassesItsMessageOn) {
   EXPECT_LT(seconds_since(start), 15);
 }
 
+TEST(StoppedJob, GoesOnTogether) {
+  const auto ranks = start_ranks("Impatient", 3);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  for (const auto& rank : ranks) rank->signal(SIGSTOP);
+  std::this_thread::sleep_for(2s);
+  for (const auto& rank : ranks) rank->signal(SIGCONT);
+  std::this_thread::sleep_for(2s);  // the patience is one
+  for (const auto& rank : ranks) EXPECT_FALSE(rank->wait(0s)) << rank->output();
+}
+
 TEST(SlowRank, DoesNotFall) { run_ranks("SleepsLong", 2); }
 
 TEST(SlowRank, FallsByTheTimeoutWithItsPlace) {
