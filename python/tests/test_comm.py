@@ -59,7 +59,7 @@ def finish(ranks: list[subprocess.Popen], codes=None) -> list[str]:
     outputs = []
     try:
         for rank in ranks:
-            outputs.append(rank.communicate(timeout=90)[0])
+            outputs.append(rank.communicate(timeout=240)[0])
     finally:
         for rank in ranks:
             rank.kill()
@@ -102,12 +102,15 @@ def test_other_threads_run_during_a_wait():
                 ticks.append(1)
         ticker = threading.Thread(target=tick)
         ticker.start()
+        group.barrier("start")
         if rank == 1:
             time.sleep(1)
+        before = len(ticks)
         group.barrier("slow")
+        during = len(ticks) - before
         stop.set()
         ticker.join()
-        assert len(ticks) > 20, len(ticks)
+        assert rank == 1 or during >= 5, during
     """)
         )
     )
@@ -144,19 +147,19 @@ def test_a_killed_rank_is_named():
         print("waiting", flush=True)
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
         try:
             group.barrier("step")
         except poise.Error as error:
             print(error)
+            assert time.monotonic() - start < 15
             os._exit(0)
         sys.exit("no error")
     """)
     )
-    start_time = time.monotonic()
     outputs = finish(ranks, [-signal.SIGKILL, 0])
     assert f"pid {ranks[0].pid}" in outputs[1]
     assert "disappeared" in outputs[1]
-    assert time.monotonic() - start_time < 30
 
 
 def test_interrupt_ends_a_wait():

@@ -1,4 +1,6 @@
 // Groups without peers: the world of one, and a rank of a large world that is not there.
+#include <utility>
+
 #include "comm/backend.h"
 #include "comm/failure.h"
 #include "comm/flat.h"

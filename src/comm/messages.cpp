@@ -1,6 +1,7 @@
 // Sends and receives over a c10d backend.
 #include "comm/messages.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace poise::comm {
