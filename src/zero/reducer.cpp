@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/launch.h"
 #include "kernels/accumulate.h"
@@ -16,16 +17,27 @@ using memory::AccountScope;
 
 namespace {
 
+void zero(const at::Tensor& sum, std::int64_t begin, std::int64_t end) {
+  if (begin == end) return;
+  if (sum.device().is_cpu()) {  // thousands of small gaps: no tensor for each
+    const auto size = sum.element_size();
+    std::memset(static_cast<char*>(sum.mutable_data_ptr()) + begin * size, 0,
+                static_cast<std::size_t>((end - begin) * size));
+  } else {
+    sum.narrow(0, begin, end - begin).zero_();
+  }
+}
+
 // What did not come counts as zero, and so does the padding.
 void zero_gaps(const ParamTable& table, const ParamTable::Flat& layout, Pile& pile) {
   std::int64_t filled = 0;
   for (std::size_t i = 0; i < layout.entries.size(); ++i) {
     const auto& entry = table.entries()[static_cast<std::size_t>(layout.entries[i])];
     if (pile.arrived[i] == 0) continue;
-    pile.sum.narrow(0, filled, entry.offset - filled).zero_();
+    zero(pile.sum, filled, entry.offset);
     filled = entry.offset + entry.numel;
   }
-  pile.sum.narrow(0, filled, pile.sum.numel() - filled).zero_();
+  zero(pile.sum, filled, pile.sum.numel());
 }
 
 }  // namespace
