@@ -217,12 +217,13 @@ void FlatStore::refresh(int index) {
       .copy_(tensors.values.narrow(0, range.begin, range.size()));
 }
 
+void FlatStore::make_room(int index) {
+  AccountScope scope(ledger_, Account::gathered);
+  give_memory(flat(index).values);
+}
+
 Event FlatStore::gather_parameters(int index) {
   auto& tensors = flat(index);
-  {
-    AccountScope scope(ledger_, Account::gathered);
-    give_memory(tensors.values);
-  }
   if (tensors.values.numel() == 0) return {};
   return ranks_.shard->all_gather(tensors.values, tensors.shard,
                                   join("parameters of ", label(index)));

@@ -50,8 +50,9 @@ class FlatStore {
   // The values that all ranks updated, each its shard, become whole on every rank: submitted at
   // once, to be waited for.
   Event gather_values(int flat);
-  // Sharded parameters: a flat's values get memory and are on their way; parameters are views of
+  // Sharded parameters: a flat's values get memory; they are on their way; parameters are views of
   // them; parameters throw their name when touched and the memory is gone.
+  void make_room(int flat);
   Event gather_parameters(int flat);
   void expose(int flat);
   void release(int flat);

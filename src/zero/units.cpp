@@ -66,20 +66,32 @@ Units::Units(const ParamTable& table, FlatStore& store, const Shards& shards, Fo
     if (!shards.splits_parameters(flat)) continue;
     state(table.flats()[static_cast<std::size_t>(flat)].unit).flats.push_back(flat);
   }
+  for (int unit = 0; unit < static_cast<int>(states_.size()); ++unit) {
+    for (const int needed : table.needs(unit)) {
+      if (needed != unit) state(needed).shared = true;
+    }
+  }
 }
 
 void Units::follow_gather(int unit) {
   POISE_CHECK(!state(unit).live, "unit ", unit);
   gathered_.push_back(unit);  // the plan of the next micro-batch, as on the ranks that ran
+  for (const int flat : state(unit).flats) store_.make_room(flat);
   for (const int flat : state(unit).flats) store_.gather_parameters(flat).wait();
   for (const int flat : state(unit).flats) store_.release(flat);
 }
 
 void Units::submit(int unit) {
-  following_.say(Following::Operation::gather, unit);
-  for (const int flat : state(unit).flats) {
-    state(unit).gathers.push_back(store_.gather_parameters(flat));
+  auto& s = state(unit);
+  try {
+    for (const int flat : s.flats) store_.make_room(flat);
+  } catch (...) {  // out of memory: before any rank was told
+    for (const int flat : s.flats) store_.release(flat);
+    throw;
   }
+  following_.say(Following::Operation::gather, unit);
+  s.in_flight = true;
+  for (const int flat : s.flats) s.gathers.push_back(store_.gather_parameters(flat));
   if (recording_) gathered_.push_back(unit);
   const auto last = gathered_.size();
   plan_holds_ = plan_holds_ && last <= plan_.size() && (last == 0 || plan_[last - 1] == unit);
@@ -90,6 +102,7 @@ void Units::land(int unit) {
   for (const auto& gather : s.gathers) gather.wait();
   s.gathers.clear();
   for (const int flat : s.flats) store_.expose(flat);
+  s.in_flight = false;
   s.live = true;
 }
 
@@ -98,7 +111,7 @@ void Units::ensure(int unit) {
   auto& s = state(unit);
   s.idle = false;
   if (s.live) return;
-  if (s.gathers.empty()) submit(unit);
+  if (!s.in_flight) submit(unit);
   land(unit);
   gather_ahead();
 }
@@ -107,7 +120,7 @@ void Units::ensure(int unit) {
 void Units::gather_ahead() {
   if (!recording_ || !plan_holds_ || gathered_.size() >= plan_.size()) return;
   const int next = plan_[gathered_.size()];
-  if (!state(next).live && state(next).gathers.empty()) submit(next);
+  if (!state(next).live && !state(next).in_flight) submit(next);
 }
 
 void Units::release(int unit) {
@@ -120,7 +133,7 @@ void Units::release(int unit) {
 
 void Units::release_unclaimed(int unit) {
   auto& s = state(unit);
-  if (s.forward_claims > 0 || !s.backward_claims.empty()) return;
+  if (s.claimed()) return;
   if (in_backward()) {
     s.idle = true;
   } else if (!keep_gathered_ || !recording_) {
@@ -131,15 +144,18 @@ void Units::release_unclaimed(int unit) {
 void Units::release_idle(int except) {
   if (keep_gathered_ && recording_) return;
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
-    if (states_[unit].idle && static_cast<int>(unit) != except) release(static_cast<int>(unit));
+    const auto& s = states_[unit];
+    if (s.idle && !s.claimed() && static_cast<int>(unit) != except) {
+      release(static_cast<int>(unit));
+    }
   }
 }
 
 void Units::hold_rest() {
   if (table_.rest_unit() < 0 || holds_rest_) return;
-  holds_rest_ = true;
-  ++state(table_.rest_unit()).forward_claims;
   ensure(table_.rest_unit());
+  ++state(table_.rest_unit()).forward_claims;
+  holds_rest_ = true;
 }
 
 void Units::let_rest_go() {
@@ -151,29 +167,35 @@ void Units::let_rest_go() {
 
 Units::Tensors Units::enter(int unit, const Tensors& inputs) {
   for (const int needed : table_.needs(unit)) ++state(needed).forward_claims;
-  auto& open_calls = state(unit).open_calls;
-  open_calls.push_back(0);
+  state(unit).open_calls.push_back(0);
   try {
     for (const int needed : table_.needs(unit)) ensure(needed);
+    return at::GradMode::is_enabled() ? mark(unit, inputs) : inputs;
   } catch (...) {
     abandon(unit);
     throw;
   }
-  if (!at::GradMode::is_enabled()) return inputs;
+}
+
+Units::Tensors Units::mark(int unit, const Tensors& inputs) {
+  auto& s = state(unit);
   Tensors differentiable;
   for (const auto& input : inputs) {
     if (input.defined() && input.requires_grad()) differentiable.push_back(input);
   }
-  if (differentiable.empty()) return inputs;
-  open_calls.back() = 1;
+  if (differentiable.empty()) {
+    s.unmarked = s.unmarked || !in_backward();
+    return inputs;
+  }
   const auto owner = c10::make_intrusive<Mark::Owner>();
   owner->units = weak_from_this();
   owner->unit = unit;
   owner->outside = !in_backward();
   owner->epoch = epoch_;
-  if (owner->outside) ++state(unit).marks;
   // As a list: a vector would silently be no input at all.
   const auto marked = Mark::apply(owner, at::TensorList(differentiable));
+  s.open_calls.back() = 1;
+  if (owner->outside) ++s.marks;
   Tensors outputs;
   std::size_t next = 0;
   for (const auto& input : inputs) {
@@ -223,8 +245,17 @@ void Units::check_epoch(std::int64_t epoch) const {
   fail("zero", "backward reached a forward whose window was discarded; run the forward again");
 }
 
+void Units::refuse_double_backward(int unit) const {
+  if (!at::GradMode::is_enabled()) return;
+  fail("zero", "a backward with create_graph went through unit '",
+       table_.units()[static_cast<std::size_t>(unit)],
+       "', whose parameters are sharded and gone by the time a second backward would need them; "
+       "use zero.stage 2 for double backward");
+}
+
 void Units::backward_begins(const std::shared_ptr<Call>& call) {
   check_epoch(call->epoch);
+  refuse_double_backward(call->unit);
   const int task = graph_task();
   if (call->task == task) return;  // another output of the same call
   call->task = task;
@@ -246,15 +277,18 @@ void Units::backward_ends(int unit, bool outside, std::int64_t epoch) {
   auto& s = state(unit);
   // [Note: moment of the reduce] It must be the same on all ranks whatever their data: not when all
   // gradients have come (one may be unused on one rank only), but at the end of the backward of the
-  // unit's first call, zeros for what did not come.
+  // unit's first call, zeros for what did not come. Where gradients may still come after it (from
+  // a call without a mark, or from another unit with a tied parameter), at the end of the
+  // micro-batch.
   if (outside) ++s.marks_passed;
-  if (!outside || s.marks_passed == s.marks) backward_ended_(unit);
+  const bool last = !outside || s.marks_passed == s.marks;
+  if (last && !s.unmarked && !s.shared) backward_ended_(unit);
   for (const int needed : table_.needs(unit)) {
     auto& claims = state(needed).backward_claims;
     const auto mine = std::find_if(claims.begin(), claims.end(),
                                    [&](const Claim& c) { return c.task == task && c.has_mark; });
     if (mine != claims.end()) claims.erase(mine);
-    if (claims.empty() && state(needed).forward_claims == 0 && !keep_gathered_) release(needed);
+    if (!state(needed).claimed() && !keep_gathered_) release(needed);
   }
 }
 
@@ -263,10 +297,7 @@ void Units::graph_task_ends(int task) {
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
     auto& s = states_[unit];
     std::erase_if(s.backward_claims, [&](const Claim& claim) { return claim.task == task; });
-    if (tasks_.empty() && s.live && s.forward_claims == 0 && s.backward_claims.empty() &&
-        !keep_gathered_) {
-      release(static_cast<int>(unit));
-    }
+    if (tasks_.empty() && !s.claimed() && !keep_gathered_) release(static_cast<int>(unit));
   }
 }
 
@@ -276,10 +307,12 @@ void Units::begin_recording() {
 }
 
 void Units::end_micro_batch() {
+  tasks_.clear();  // of a backward that threw, and whose failure the user's code caught
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
     auto& s = states_[unit];
-    if (!s.gathers.empty()) land(static_cast<int>(unit));  // gathered ahead, then not needed
+    if (s.in_flight) land(static_cast<int>(unit));  // gathered ahead, then not needed
     s.marks = s.marks_passed = 0;
+    s.unmarked = false;
     s.backward_claims.clear();
     if (s.forward_claims == 0 && !keep_gathered_) release(static_cast<int>(unit));
   }
@@ -317,6 +350,8 @@ void Units::discard() {
     s.open_calls.clear();
     s.backward_claims.clear();
     s.marks = s.marks_passed = 0;
+    s.unmarked = false;
+    s.in_flight = false;
     s.live = true;  // also releases what was in flight
     release(static_cast<int>(unit));
   }

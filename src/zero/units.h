@@ -42,6 +42,8 @@ class Units : public std::enable_shared_from_this<Units> {
   void end_window();  // releases what was kept for it
   // Waits for what is in flight and releases everything; backward through earlier calls throws.
   void discard();
+  // Counts discards: claims of before are gone.
+  std::int64_t epoch() const { return epoch_; }
 
   Tensors enter(int unit, const Tensors& inputs);
   void leave(int unit, const Tensors& outputs);
@@ -58,19 +60,24 @@ class Units : public std::enable_shared_from_this<Units> {
   };
   struct State {
     std::vector<int> flats;
+    bool shared = false;  // other units use its (tied) parameters, too
     int forward_claims = 0;
     std::vector<char> open_calls;  // of forwards that run: whether their inputs were marked
     std::vector<Claim> backward_claims;
-    std::vector<Event> gathers;  // in flight
+    std::vector<Event> gathers;
+    bool in_flight = false;  // between submit() and land()
     bool live = false;
     bool idle = false;
     int marks = 0;  // calls of this micro-batch whose end of backward is marked
     int marks_passed = 0;
+    bool unmarked = false;  // a call of this micro-batch whose end of backward is not
+    bool claimed() const { return forward_claims > 0 || !backward_claims.empty(); }
   };
   struct Call;
   struct Mark;
   State& state(int unit) { return states_[static_cast<std::size_t>(unit)]; }
 
+  Tensors mark(int unit, const Tensors& inputs);
   void ensure(int unit);
   void submit(int unit);
   void land(int unit);
@@ -82,6 +89,7 @@ class Units : public std::enable_shared_from_this<Units> {
   void backward_ends(int unit, bool outside, std::int64_t epoch);
   void graph_task_ends(int task);
   void check_epoch(std::int64_t epoch) const;
+  void refuse_double_backward(int unit) const;
 
   const ParamTable& table_;
   FlatStore& store_;
@@ -90,7 +98,7 @@ class Units : public std::enable_shared_from_this<Units> {
   std::function<void(int)> backward_ended_;
   std::vector<State> states_;
   std::vector<int> tasks_;  // graph tasks that have our callback
-  std::int64_t epoch_ = 0;  // counts discards
+  std::int64_t epoch_ = 0;
   bool holds_rest_ = false;
   bool recording_ = false;
   bool plan_holds_ = false;    // this micro-batch gathered as the plan says, so far
