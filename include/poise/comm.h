@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -115,6 +116,18 @@ POISE_API std::vector<std::shared_ptr<Group>> threads(int size, Options options 
 // group's backend cannot carry tensors of that device.
 POISE_API std::shared_ptr<Group> from_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                     c10::Device device, Options options = {});
+
+// What torchrun, Slurm or mpirun said of this process in the environment.
+struct Place {
+  int rank = 0;
+  int size = 1;
+  std::optional<int> local_rank;  // among the processes of this machine
+  std::string address;            // host of rank 0, where the ranks meet; empty for one rank
+  int port = 0;
+  bool store_runs = false;  // torchrun listens there already
+};
+// nullopt: started by hand. Throws Error on a half-set or contradictory environment.
+POISE_API std::optional<Place> place_from_environment();
 
 // The group that torchrun, Slurm or mpirun started this process for: rank and address from the
 // environment, NCCL where every local rank has a GPU, else gloo. Without such a launcher: one rank.

@@ -60,6 +60,10 @@ class POISE_API Engine {
 
  public:
   using LossFn = std::function<Loss(std::size_t micro_batch)>;
+  // Fills the parameters of a unit, which have sizes but no memory (their storage has 0 bytes)
+  // until then. Called on rank 0 alone, unit by unit in canonical order, each time before the
+  // unit's values move into the engine, so that no rank ever holds the whole model.
+  using Materialize = std::function<void(const std::string& unit)>;
 
   // Re-homes the model's parameters into memory the engine owns (same tensors, names, ties, shapes)
   // and casts them to config.precision.parameters; masters are made from the values before the
@@ -69,9 +73,12 @@ class POISE_API Engine {
   // (else Error); all take rank 0's parameters and buffers. Null: one rank. Calls marked "all
   // ranks" must then be made by all of them, in the same order. A failure on one rank ends the
   // group: every rank's next wait throws its message.
-  Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group = {});
+  // `materialize`: for a model whose parameters were made without memory.
+  Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group = {},
+         const Materialize& materialize = {});
   // Sharded inside smaller groups, replicated across them. Throws Error where they do not fit.
-  Engine(const ModelView& model, const Config& config, comm::Ranks ranks);
+  Engine(const ModelView& model, const Config& config, comm::Ranks ranks,
+         const Materialize& materialize = {});
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

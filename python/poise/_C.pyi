@@ -26,6 +26,7 @@ __all__: list[str] = [
     "Ledger",
     "OptimizerFlats",
     "Permutation",
+    "Place",
     "Sampler",
     "Snapshot",
     "StepResult",
@@ -43,12 +44,14 @@ __all__: list[str] = [
     "one_rank",
     "optimizer_stage",
     "parse_bytes",
+    "place_from_environment",
     "recompute",
     "recomputed_units",
     "recomputing",
     "reset_cuda_peak",
     "set_log_level",
     "stream_pass",
+    "without_memory",
 ]
 
 class OptimizerFlats:
@@ -222,6 +225,10 @@ class Group:
         """
         Ends the group on every rank with this message.
         """
+    def all_gather_bytes(self, data: bytes, what: str = "bytes") -> list[bytes]:
+        """
+        Each rank's bytes, by rank.
+        """
     def all_gather_text(self, text: str, what: str = "text") -> list[str]:
         """
         Each rank's text, by rank.
@@ -263,6 +270,23 @@ class Group:
         """
         Number of ranks.
         """
+
+class Place:
+    """
+    What a launcher said of this process.
+    """
+    @property
+    def address(self) -> str: ...
+    @property
+    def local_rank(self) -> int | None: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def store_runs(self) -> bool: ...
 
 class _Packed:
     pass
@@ -368,6 +392,7 @@ class Engine:
         all: Group = None,
         shard: Group = None,
         replica: Group = None,
+        materialize: collections.abc.Callable | None = None,
     ) -> None: ...
     def backward(self, loss: tuple) -> None: ...
     def begin_update(self) -> None: ...
@@ -485,6 +510,11 @@ def parse_bytes(text: str) -> int:
     "20GiB", "1.5GB" or "1048576" as a number of bytes.
     """
 
+def place_from_environment() -> Place | None:
+    """
+    What torchrun, Slurm or mpirun said; None: started by hand.
+    """
+
 def recompute(
     first: collections.abc.Callable,
     again: collections.abc.Callable,
@@ -523,4 +553,9 @@ def set_log_level(level: str) -> None:
 def stream_pass(flats: OptimizerFlats) -> int:
     """
     The memory traffic of optimizer_stage without its arithmetic.
+    """
+
+def without_memory(like: torch.Tensor, device: torch.device, message: str) -> torch.Tensor:
+    """
+    A tensor like another one, with an empty storage.
     """

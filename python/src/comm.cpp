@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "poise/comm.h"
 #include "poise/error.h"
@@ -53,6 +54,17 @@ GroupPtr from_environment(double timeout) {
   return dropped_without_gil(comm::from_environment(options_of(timeout)));
 }
 
+std::vector<py::bytes> all_gather_bytes(Group& group, const py::bytes& data,
+                                        const std::string& what) {
+  const std::string mine = data;
+  std::vector<std::string> all;
+  {
+    const py::gil_scoped_release release;
+    all = group.all_gather_text(mine, what);
+  }
+  return {all.begin(), all.end()};
+}
+
 std::map<std::string, std::map<std::string, std::int64_t>> traffic_of(const Group& group) {
   const comm::Traffic traffic = group.traffic();
   std::map<std::string, std::map<std::string, std::int64_t>> named;
@@ -83,6 +95,8 @@ void bind_comm(py::module_& module) {
            "Returns when every rank has called it. `what` names it in errors.")
       .def("all_gather_text", &Group::all_gather_text, py::arg("text"), py::arg("what") = "text",
            WithoutGil(), "Each rank's text, by rank.")
+      .def("all_gather_bytes", &all_gather_bytes, py::arg("data"), py::arg("what") = "bytes",
+           "Each rank's bytes, by rank.")
       .def("traffic", &traffic_of,
            "Calls and bytes sent in theory since the last reset_traffic(), by kind\n"
            "of collective.")
@@ -90,6 +104,16 @@ void bind_comm(py::module_& module) {
       .def("check", &Group::check, "Raises the group's failure, if there is one.")
       .def("abort", &Group::abort, py::arg("message"), WithoutGil(),
            "Ends the group on every rank with this message.");
+
+  py::class_<comm::Place>(module, "Place", "What a launcher said of this process.")
+      .def_readonly("rank", &comm::Place::rank)
+      .def_readonly("size", &comm::Place::size)
+      .def_readonly("local_rank", &comm::Place::local_rank)
+      .def_readonly("address", &comm::Place::address)
+      .def_readonly("port", &comm::Place::port)
+      .def_readonly("store_runs", &comm::Place::store_runs);
+  module.def("place_from_environment", &comm::place_from_environment,
+             "What torchrun, Slurm or mpirun said; None: started by hand.");
 
   module.def("one_rank", &comm::one_rank, py::arg("device"), "A group of this process alone.");
   module.def("from_process_group", &from_process_group, py::arg("group"), py::arg("device"),

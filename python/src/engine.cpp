@@ -1,6 +1,8 @@
 // The engine as Python sees it. Every call that may take long gives up the GIL for its whole length
 // and takes it back only around the user's loss function; the Python side (poise/engine.py) turns
 // what that function returns into the tuple that to_loss() reads.
+#include <ATen/ops/empty.h>
+#include <c10/core/StorageImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -41,11 +43,34 @@ std::vector<NamedTensor> named(NamedTensors tensors) {
 
 EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units,
                       const Config& config, std::shared_ptr<comm::Group> all,
-                      std::shared_ptr<comm::Group> shard, std::shared_ptr<comm::Group> replica) {
+                      std::shared_ptr<comm::Group> shard, std::shared_ptr<comm::Group> replica,
+                      const std::optional<py::function>& materialize) {
   ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}};
   for (auto& [name, names] : units) view.units.push_back({std::move(name), std::move(names)});
+  Engine::Materialize make;  // refers to the caller's object: the engine keeps nothing of it
+  if (materialize) {
+    make = [&materialize](const std::string& unit) {
+      py::gil_scoped_acquire gil;
+      (*materialize)(unit);
+    };
+  }
   py::gil_scoped_release release;
-  return EnginePtr(new Engine(view, config, comm::Ranks{all, shard, replica}));
+  return EnginePtr(new Engine(view, config, comm::Ranks{all, shard, replica}, make));
+}
+
+// A tensor like another one, on `device`, whose storage has 0 bytes: what reads or writes it throws
+// `message`. It gets memory by set_data.
+at::Tensor without_memory(const at::Tensor& like, const at::Device& device,
+                          const std::string& message) {
+  auto tensor = at::empty({0}, like.options().device(device).requires_grad(false));
+  const auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), like.nbytes(), c10::DataPtr(nullptr, device), nullptr,
+      /*resizable=*/false));
+  tensor.set_(storage, 0, like.sizes(), like.strides());
+  auto* implementation = storage.unsafeGetStorageImpl();
+  implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  implementation->set_nbytes(0);
+  return tensor;
 }
 
 Loss::Kind to_kind(const std::string& kind) {
@@ -173,10 +198,13 @@ void bind_engine(py::module_& module) {
   py::class_<Engine::Gathered>(module, "GatheredScope", "All parameters are whole until close().")
       .def("close", &Engine::Gathered::close, NoGil());
 
+  module.def("without_memory", &without_memory, py::arg("like"), py::arg("device"),
+             py::arg("message"), "A tensor like another one, with an empty storage.");
+
   py::class_<Engine, EnginePtr>(module, "Engine", "The C++ engine; use poise.Engine.")
       .def(py::init(&make_engine), py::arg("parameters"), py::arg("buffers"), py::arg("units"),
            py::arg("config"), py::arg("all") = nullptr, py::arg("shard") = nullptr,
-           py::arg("replica") = nullptr)
+           py::arg("replica") = nullptr, py::arg("materialize") = py::none())
       .def("step_window", &step_window, py::arg("count"), py::arg("loss"),
            py::arg("counts") = std::vector<double>{})
       .def(

@@ -44,6 +44,13 @@ std::vector<std::string> meet_all(const Launch& launch, std::chrono::millisecond
 
 }  // namespace
 
+std::optional<Place> place_from_environment() {
+  const auto launch = launch_of([](const char* name) { return std::getenv(name); });
+  if (!launch) return std::nullopt;
+  return Place{launch->rank,    launch->size, launch->local_rank,
+               launch->address, launch->port, launch->store_runs};
+}
+
 std::shared_ptr<Group> from_environment(Options options) {
   const auto launch = launch_of([](const char* name) { return std::getenv(name); });
   if (!launch || launch->size == 1) {

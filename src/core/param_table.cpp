@@ -100,7 +100,10 @@ ParamTable::ParamTable(const ModelView& model, std::int64_t small_below) {
       continue;
     }
     refuse_what_cannot_be_laid_out(named, device);
-    if (named.tensor.numel() > 0) ranges.push_back(byte_range(named));
+    // One that was made without memory gets its own later.
+    if (named.tensor.numel() > 0 && named.tensor.storage().nbytes() > 0) {
+      ranges.push_back(byte_range(named));
+    }
     Entry entry;
     entry.name = named.name;
     entry.sizes = named.tensor.sizes().vec();

@@ -172,14 +172,16 @@ std::shared_ptr<zero::Units> Engine::Impl::make_units() {
                                        [this](int unit) { gradients.join_unit(unit); });
 }
 
-Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given)
+Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
+                   const Materialize& materialize)
     : config(validated(wanted)),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
       accumulation(config::accumulation(config.batch, group->size())),
       table(agreed(ParamTable(model, small_below(config.zero)), config, *group)),
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size()),
-      store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory)),
+      store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
+            materialize),
       following(*group),
       gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),

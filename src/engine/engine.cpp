@@ -14,10 +14,12 @@ namespace poise {
 
 using engine::WindowState;
 
-Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group)
-    : Engine(model, config, comm::Ranks{std::move(group), {}, {}}) {}
-Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks)
-    : impl_(std::make_unique<Impl>(model, config, std::move(ranks))) {}
+Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<comm::Group> group,
+               const Materialize& materialize)
+    : Engine(model, config, comm::Ranks{std::move(group), {}, {}}, materialize) {}
+Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks,
+               const Materialize& materialize)
+    : impl_(std::make_unique<Impl>(model, config, std::move(ranks), materialize)) {}
 Engine::~Engine() = default;
 
 namespace {

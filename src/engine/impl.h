@@ -78,7 +78,8 @@ class Stopwatch {
 }  // namespace engine
 
 struct Engine::Impl {
-  Impl(const ModelView& model, const Config& config, comm::Ranks ranks);
+  Impl(const ModelView& model, const Config& config, comm::Ranks ranks,
+       const Materialize& materialize);
 
   // The stops, in order; train_step.cpp.
   void open_window(const std::vector<double>& counts);

@@ -70,7 +70,8 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 
 FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
                      const config::PrecisionPolicy& policy, const Shards& shards,
-                     const comm::Ranks& ranks, const memory::Ledger& ledger)
+                     const comm::Ranks& ranks, const memory::Ledger& ledger,
+                     const std::function<void(const std::string&)>& materialize)
     : table_(table),
       shards_(shards),
       ranks_(ranks),
@@ -83,8 +84,28 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     refuse_hooks_that_cannot_run(table.entries()[i].name, parameters_[i]);
   }
-  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) rehome(policy, flat);
+  int made = -1;  // the unit that has its values
+  for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) {
+    const int unit = table.flats()[static_cast<std::size_t>(flat)].unit;
+    if (materialize && ranks.all->rank() == 0 && unit != made) {
+      AccountScope scope(ledger_, Account::staging);
+      materialize(table.units()[static_cast<std::size_t>(unit)]);
+      made = unit;
+    }
+    rehome(policy, flat);
+  }
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
+}
+
+void FlatStore::copy_parameters(int index, const at::Tensor& target) {
+  for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
+    const auto& parameter = parameters_[static_cast<std::size_t>(entry)];
+    if (parameter.numel() > 0 && parameter.storage().nbytes() == 0) {
+      fail("zero", "parameter '", table_.entries()[static_cast<std::size_t>(entry)].name,
+           "' has no memory and was given none; set it in `materialize`");
+    }
+    view_of(entry, target).copy_(parameter);
+  }
 }
 
 // The flat's parameters as the user made them on rank 0, in their own dtype; one flat at a time, so
@@ -94,9 +115,7 @@ at::Tensor FlatStore::original_values(int index) {
   const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
   auto original =
       at::zeros({shards_.whole(index)}, at::TensorOptions().device(device).dtype(layout.dtype));
-  for (const int entry : layout.entries) {
-    view_of(entry, original).copy_(parameters_[static_cast<std::size_t>(entry)]);
-  }
+  if (ranks_.all->rank() == 0) copy_parameters(index, original);
   ranks_.all->broadcast(original.view(at::kByte), 0, label(index)).wait();
   return original;
 }
@@ -125,9 +144,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
                        : original.narrow(0, range.begin, range.size()));
       return;
     }
-    for (const int entry : layout.entries) {
-      view_of(entry, target).copy_(parameters_[static_cast<std::size_t>(entry)]);
-    }
+    copy_parameters(index, target);
   };
   {
     AccountScope scope(ledger_, Account::parameters);

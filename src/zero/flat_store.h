@@ -5,6 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "poise/comm.h"
@@ -29,9 +31,11 @@ struct FlatTensors {
 class FlatStore {
  public:
   // Casts and re-homes the model's parameters (tensor objects, names, ties, shapes and strides
-  // stay). Masters are made from the values before the cast; all ranks take rank 0's values.
+  // stay). Masters are made from the values before the cast; all ranks take rank 0's values, which
+  // `materialize(unit)`, where there is one, makes there just before they are needed.
   FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
-            const Shards& shards, const comm::Ranks& ranks, const memory::Ledger& ledger);
+            const Shards& shards, const comm::Ranks& ranks, const memory::Ledger& ledger,
+            const std::function<void(const std::string&)>& materialize = {});
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
   const std::vector<at::Tensor>& parameters() const {
@@ -77,6 +81,7 @@ class FlatStore {
 
  private:
   void rehome(const config::PrecisionPolicy& policy, int flat);
+  void copy_parameters(int flat, const at::Tensor& target);
   at::Tensor original_values(int flat);
   at::Tensor gathered(const at::Tensor& mine, int flat, const char* what);
   std::string label(int flat) const;
