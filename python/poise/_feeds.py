@@ -37,7 +37,7 @@ def has_own_order(loader: DataLoader) -> bool:
     return type(sampler) is not SequentialSampler
 
 
-def _again(loader: DataLoader, **order: Any) -> DataLoader:
+def again(loader: DataLoader, **order: Any) -> DataLoader:
     """The same loader with another order (batch_sampler=, or sampler= with batch_size=None)."""
     kept = {
         name: getattr(loader, name)
@@ -75,9 +75,9 @@ class MapFeed:
         self._shuffle = type(loader.sampler) is RandomSampler if shuffle is None else shuffle
         self._seed, self._loader = seed, loader
         self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
-        self._order = _C.Sampler(
-            self.size, seed=seed, shuffle=self._shuffle, ranks=ranks, rank=rank
-        )
+        self._ranks, self._rank = ranks, rank
+        split = {} if loader.drop_last else {"ranks": ranks, "rank": rank}
+        self._order = _C.Sampler(self.size, seed=seed, shuffle=self._shuffle, **split)
         self._window_samples = loader.batch_size * accumulation * ranks
 
     def identity(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class MapFeed:
         }
 
     def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
-        loader = _again(self._loader, batch_sampler=_Batches(self, epoch, offset))
+        loader = again(self._loader, batch_sampler=_Batches(self, epoch, offset))
         loader.generator.manual_seed(self._seed + epoch)  # of the workers' own random streams
         batches = iter(loader)
         for length, after in self.plan(epoch, offset):
@@ -99,14 +99,21 @@ class MapFeed:
         """(index lists of this rank's batches, offset after the window) until the epoch ends."""
         cursor, start = epoch * self.size + offset, epoch * self.size
         while cursor < start + self.size:
-            indices = self._order.indices(cursor, self._window_samples)
-            cursor = self._order.advance(cursor, self._window_samples)
-            step = self._batch_size
-            lists = [indices[i : i + step] for i in range(0, len(indices), step)]
-            if self._drop_last and lists and len(lists[-1]) < step:
-                lists.pop()
-            if lists or not self._drop_last:
-                yield lists, cursor - start
+            after = self._order.advance(cursor, self._window_samples)
+            if not self._drop_last:
+                yield self._batches(cursor, self._window_samples), after - start
+            elif whole := (after - cursor) // self._batch_size:
+                # Whole batches are dealt out: blocks of samples would leave each rank a short one.
+                first, end = (whole * r // self._ranks for r in (self._rank, self._rank + 1))
+                size = self._batch_size
+                samples = (end - first) * size
+                lists = self._batches(cursor + first * size, samples) if samples else []
+                yield lists, after - start
+            cursor = after
+
+    def _batches(self, cursor: int, samples: int) -> list[list[int]]:
+        indices, step = self._order.indices(cursor, samples), self._batch_size
+        return [indices[i : i + step] for i in range(0, len(indices), step)]
 
 
 class _Batches:
@@ -152,13 +159,13 @@ class LoaderFeed:
             # Indices are skipped, samples are not read.
             if source.batch_sampler is None:
                 return iter(
-                    _again(
+                    again(
                         source,
                         sampler=_Skipping(source.sampler, offset),
                         batch_size=None,
                     )
                 )
-            return iter(_again(source, batch_sampler=_Skipping(source.batch_sampler, offset)))
+            return iter(again(source, batch_sampler=_Skipping(source.batch_sampler, offset)))
         if self._one_pass and self._started:
             raise Error(
                 f"[data] a {type(source).__name__} cannot be read a second time (a new epoch, an error "

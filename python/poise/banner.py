@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from poise._C import Group
 from poise.run_length import RunLength
 from poise.training_arguments import TrainingArguments
 
@@ -23,35 +24,53 @@ def banner(
     run: RunLength,
     settings: dict[str, Any],
     examples: int | None,
+    group: Group,
 ) -> list[str]:
     """The lines; `settings` are the engine's."""
     micro, accumulation = args.per_device_train_batch_size, args.accumulation
     optimizer, policy = settings["optimizer"]["type"], settings["checkpointing"]["policy"]
     return [
         f"poise trains {type(getattr(model, '_orig_mod', model)).__name__} on {args.device}",
-        f"  micro-batch {micro} x accumulation {accumulation} x ranks 1 "
-        f"= global batch {micro * accumulation}",
+        f"  micro-batch {micro} x accumulation {accumulation} x ranks {group.size} "
+        f"= global batch {micro * accumulation * group.size}",
         f"  {_data(run, examples)}",
         f"  {parameters(model)}; {precision(settings['precision'])}",
         f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
         f"  recomputed blocks: {policy}; memory budget: {_budget(args)}",
+        *_sharding(settings["zero"]["stage"], group),
     ]
 
 
-def warn_batch_norm(model: nn.Module, accumulation: int) -> None:
+SHARDED = (
+    "nothing is sharded",
+    "optimizer states are sharded",
+    "optimizer states and gradients are sharded",
+    "optimizer states, gradients and parameters are sharded",
+)
+
+
+def _sharding(stage: int, group: Group) -> list[str]:
+    """One line for several ranks, none for one."""
+    if group.size == 1:
+        return []
+    return [f"  {group.size} ranks over {group.backend}, ZeRO stage {stage}: {SHARDED[stage]}"]
+
+
+def warn_batch_norm(model: nn.Module, accumulation: int, ranks: int = 1) -> None:
     """BatchNorm is the one common layer whose result depends on how a batch is split."""
     norms = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
-    if norms and accumulation > 1:
+    if norms and accumulation * ranks > 1:
         logger.warning(
             "[trainer] %d BatchNorm layers (%s, ...) see micro-batches, not the global batch: with "
-            "accumulation %d the training is not that of one big batch; GroupNorm would be",
+            "accumulation %d%s the training is not that of one big batch; GroupNorm would be",
             len(norms),
             norms[0],
             accumulation,
+            f" on {ranks} ranks" if ranks > 1 else "",
         )
 
 

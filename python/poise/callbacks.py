@@ -15,6 +15,7 @@ class TrainerState:
       max_steps: windows of the whole run.
       epoch: passes over the data, with fraction.
       log_history: every logged line.
+      is_world_process_zero: whether this is the first of all ranks; events come on every rank.
     """
 
     global_step: int = 0
@@ -22,11 +23,15 @@ class TrainerState:
     epoch: float = 0.0
     num_train_epochs: int = 0
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    is_world_process_zero: bool = True
 
 
 @dataclasses.dataclass
 class TrainerControl:
-    """What a callback may ask for; each flag is cleared once served."""
+    """What a callback may ask for; each flag is cleared once served.
+
+    Of several ranks one may ask: all then stop, evaluate or log.
+    """
 
     should_training_stop: bool = False
     should_evaluate: bool = False

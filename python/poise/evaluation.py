@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise._C import Error
+from poise._C import Error, Group
+from poise.eval_share import Uncounted, in_order
 from poise.loss import Loss
 
 Scope = Callable[[], contextlib.AbstractContextManager]
@@ -22,22 +24,29 @@ def evaluate(
     loss_fn: Callable[[Any], Loss],
     scope: Scope,
     prefix: str = "eval",
+    group: Group | None = None,
 ) -> dict[str, float]:
     """Runs the batches without gradients, in eval mode, and puts the model's modes back.
 
     Args:
       model: whose modes are switched.
-      batches: what to run.
+      batches: what to run; of several ranks each has its share (poise.eval_share).
       loss_fn: the loss of a batch, with its count.
       scope: makes the context of one forward (precision).
       prefix: of the metrics' names.
+      group: the ranks that share the batches; all get the mean over all of them.
     """
     mean = MeanLoss()
     with eval_mode(model):
         for batch in batches:
+            counts = not isinstance(batch, Uncounted)
             with scope():
-                loss = loss_fn(batch)
-            mean.add(loss)
+                loss = loss_fn(batch if counts else batch.batch)
+            if counts:
+                mean.add(loss)
+    if group is not None and group.size > 1:
+        texts = group.all_gather_text(json.dumps(mean.rows), "losses of the evaluation")
+        mean.rows = in_order([json.loads(text) for text in texts])
     return mean.metrics(prefix)
 
 
@@ -55,11 +64,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class MeanLoss:
-    """The mean over the counted tokens of many batches, and how fast they went."""
+    """The mean over the counted tokens of many batches, and how fast they went.
+
+    Attributes:
+      rows: of each batch the sum of its losses and its count.
+    """
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
-        self._sum = self._tokens = 0.0
+        self.rows: list[tuple[float, float]] = []
 
     def add(self, loss: Loss) -> None:
         """A fully masked batch has a mean of NaN and counts for nothing."""
@@ -68,24 +81,28 @@ class MeanLoss:
         )
         count = 1.0 if count is None else float(count)
         if count == 0:
+            self.rows.append((0.0, 0.0))
             return
         value = float(loss.value.double().sum())
-        self._sum += value * count if loss.kind == "mean" else value
-        self._tokens += count
+        self.rows.append((value * count if loss.kind == "mean" else value, count))
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """By name; raises Error where nothing was counted."""
-        if self._tokens == 0:
+        total, tokens = 0.0, 0.0
+        for value, count in self.rows:
+            total += value
+            tokens += count
+        if tokens == 0:
             raise Error(
                 "[trainer] the evaluation counted no token; its data is empty, or every label is "
                 "masked"
             )
         seconds = self.seconds()
         return {
-            f"{prefix}_loss": self._sum / self._tokens,
-            f"{prefix}_tokens": self._tokens,
+            f"{prefix}_loss": total / tokens,
+            f"{prefix}_tokens": tokens,
             f"{prefix}_runtime": seconds,
-            f"{prefix}_tokens_per_second": self._tokens / seconds,
+            f"{prefix}_tokens_per_second": tokens / seconds,
         }
 
     def seconds(self) -> float:

@@ -40,6 +40,19 @@ class MetricsLog:
         self.close()
 
 
+class NoMetrics:
+    """In place of a MetricsLog on ranks that write nothing."""
+
+    def write(self, line: dict[str, Any]) -> None:
+        pass
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)

@@ -15,6 +15,7 @@ from poise.engine import Engine
 from poise.loss import Loss
 
 LossFn = Callable[[Any], Loss]
+NOT_FOUND = "Parameters and inputs are finite, and so was a second forward of the same window"
 
 
 @contextlib.contextmanager
@@ -30,7 +31,20 @@ def explained(engine: Engine, window: list[Any], loss_fn: LossFn) -> Iterator[No
 
 
 def cause(engine: Engine, window: list[Any], loss_fn: LossFn) -> str:
-    """A sentence: the first parameter, input or module's output that is not finite."""
+    """A sentence: the first parameter, input or module's output that is not finite, on some rank.
+
+    All ranks look, each in its own micro-batches; the first that finds something is quoted.
+    """
+    group = engine.group
+    with engine.gathered():  # a forward then needs no other rank
+        mine = _cause_here(engine, window, loss_fn)
+    if group.size == 1:
+        return mine or NOT_FOUND
+    found = enumerate(group.all_gather_text(mine, "what is not finite"))
+    return next((f"On rank {rank}: {text}" for rank, text in found if text), NOT_FOUND)
+
+
+def _cause_here(engine: Engine, window: list[Any], loss_fn: LossFn) -> str:
     model = engine.model
     for name, tensor in model_view.named_parameters(model):
         if bad := _bad_values(tensor):
@@ -59,7 +73,7 @@ def _cause_in_forward(engine: Engine, window: list[Any], loss_fn: LossFn) -> str
                 return (
                     f"No module's output has a NaN or inf in {where}, only its loss is not finite"
                 )
-    return "Parameters and inputs are finite, and so was a second forward of the same window"
+    return ""
 
 
 class _FirstBadOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import numpy
 import torch
 from torch import nn
 
-from poise._C import Error
+from poise._C import Error, Group
+from poise.eval_share import Uncounted, in_order
 from poise.evaluation import MeanLoss, Scope, eval_mode
 from poise.loss import Loss
 
@@ -54,37 +56,53 @@ def predict(
     prefix: str,
     preprocess: Callable[[Any, Any], Any] | None = None,
     compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
+    group: Group | None = None,
 ) -> PredictionOutput:
     """Runs the batches without gradients, in eval mode.
 
     Args:
       model: whose modes are switched.
-      batches: what to run.
+      batches: what to run; of several ranks each has its share (poise.eval_share).
       call: gives (loss or None, outputs, labels or None) of a batch.
       scope: makes the context of one forward (precision).
       prefix: of the metrics' names.
       preprocess: (predictions, labels) of a batch -> what is kept of its predictions.
       compute_metrics: of the whole, where there are losses or labels.
+      group: the ranks that share the batches; all get the whole.
     """
-    mean, has_loss = MeanLoss(), False
+    mean = MeanLoss()
     predictions, label_ids = _Arrays(), _Arrays()
     with eval_mode(model):
         for batch in batches:
+            counts = not isinstance(batch, Uncounted)
             with scope():
-                loss, outputs, labels = call(batch)
+                loss, outputs, labels = call(batch if counts else batch.batch)
+            if not counts:
+                continue
             if loss is not None:
                 mean.add(loss)
-                has_loss = True
             logits = predictions_in(model, outputs)
             if preprocess is not None and logits is not None:
                 logits = preprocess(logits, labels)
             predictions.add(logits)
             label_ids.add(labels)
+    if group is not None and group.size > 1:
+        _join_ranks(group, mean, predictions, label_ids)
+    has_loss = bool(mean.rows)
     metrics = mean.metrics(prefix) if has_loss else {f"{prefix}_runtime": mean.seconds()}
     whole = EvalPrediction(predictions.joined(), label_ids.joined())
     if compute_metrics is not None and (whole.label_ids is not None or has_loss):
         metrics.update(_prefixed(_computed(compute_metrics, whole), prefix))
     return PredictionOutput(whole.predictions, whole.label_ids, metrics)
+
+
+def _join_ranks(group: Group, mean: MeanLoss, *arrays: _Arrays) -> None:
+    """What every rank has of its batches becomes what all have of all."""
+    mine = pickle.dumps([mean.rows, *(entry.parts for entry in arrays)])
+    of_ranks = [pickle.loads(data) for data in group.all_gather_bytes(mine, "predictions")]
+    mean.rows, *parts = (in_order(list(lists)) for lists in zip(*of_ranks, strict=True))
+    for entry, whole in zip(arrays, parts, strict=True):
+        entry.parts = whole
 
 
 def predictions_in(model: nn.Module, outputs: Any) -> Any:
@@ -143,14 +161,14 @@ class _Arrays:
     """Tensors, or tuples of them, of many batches, joined along the first dimension."""
 
     def __init__(self) -> None:
-        self._parts: list[Any] = []
+        self.parts: list[Any] = []
 
     def add(self, value: Any) -> None:
         if value is not None:
-            self._parts.append(_to_numpy(value))
+            self.parts.append(_to_numpy(value))
 
     def joined(self) -> Any:
-        return _join(self._parts) if self._parts else None
+        return _join(self.parts) if self.parts else None
 
 
 def _to_numpy(value: Any) -> Any:

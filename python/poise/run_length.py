@@ -26,8 +26,8 @@ class RunLength:
     batches_per_epoch: int | None
 
     @classmethod
-    def of(cls, batches: int | None, args: TrainingArguments) -> RunLength:
-        """`batches`: micro-batches of one pass, None where not known."""
+    def of(cls, batches: int | None, args: TrainingArguments, ranks: int = 1) -> RunLength:
+        """`batches`: micro-batches of one pass, None where not known; `ranks` that share them."""
         if batches is None:
             if args.max_steps < 1:
                 raise Error("[trainer] the training data has no length; set max_steps")
@@ -37,7 +37,7 @@ class RunLength:
                 "[trainer] the training data makes no batch: it is empty, or shorter than one "
                 "batch with dataloader_drop_last"
             )
-        per_epoch = math.ceil(batches / args.accumulation)
+        per_epoch = math.ceil(batches / (args.accumulation * ranks))
         if args.max_steps > 0:
             updates = args.max_steps
         else:

@@ -6,9 +6,9 @@ import math
 import time
 from typing import Any
 
-from poise import callbacks
-from poise._C import StepResult
-from poise.metrics_log import MetricsLog
+from poise import callbacks, ranks
+from poise._C import Group, StepResult
+from poise.metrics_log import MetricsLog, NoMetrics
 from poise.progress import Progress
 from poise.run_length import RunLength
 from poise.schedule_arguments import updates_of
@@ -16,18 +16,28 @@ from poise.training_arguments import TrainingArguments
 
 
 class RunLog:
-    """Takes each update's result to the bar, the metrics file and the callbacks."""
+    """Takes each update's result to the bar, the metrics file and the callbacks.
+
+    Callbacks run on every rank, and what one rank's asks for is done on all.
+    """
 
     def __init__(
         self,
         args: TrainingArguments,
         run: RunLength,
-        metrics: MetricsLog,
+        metrics: MetricsLog | NoMetrics,
         bar: Progress,
         listeners: list[Any],
+        group: Group,
     ) -> None:
-        self.state = callbacks.TrainerState(max_steps=run.updates, num_train_epochs=run.epochs)
+        self.state = callbacks.TrainerState(
+            max_steps=run.updates,
+            num_train_epochs=run.epochs,
+            is_world_process_zero=group.rank == 0,
+        )
         self.control = callbacks.TrainerControl()
+        self._group = group
+        self._asked_by_any = any(ranks.any_of(group, [bool(listeners)]))
         self._args, self._run, self._metrics, self._bar = args, run, metrics, bar
         self._listeners = listeners
         self._every = max(1, updates_of(args.logging_steps, run.updates))
@@ -38,9 +48,17 @@ class RunLog:
         self._peak_bytes = self._skipped = 0
 
     def running(self) -> bool:
+        """Whether a further update is due; all ranks ask."""
+        self._agree()
         return (
             self.state.global_step < self.state.max_steps and not self.control.should_training_stop
         )
+
+    def evaluation_due(self) -> bool:
+        """Whether a callback asked for one; all ranks ask."""
+        self._agree()
+        due, self.control.should_evaluate = self.control.should_evaluate, False
+        return due
 
     def event(self, name: str, **details: Any) -> None:
         callbacks.call(self._listeners, name, self._args, self.state, self.control, **details)
@@ -59,7 +77,7 @@ class RunLog:
 
     def note(self, line: str) -> None:
         """Text for people, unless nothing is to be shown."""
-        if self._args.disable_tqdm is not True:
+        if self._group.rank == 0 and self._args.disable_tqdm is not True:
             self._bar.note(line)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -84,6 +102,13 @@ class RunLog:
             "peak_bytes": self._peak_bytes,
             "epoch": self.state.epoch,
         }
+
+    def _agree(self) -> None:
+        if self._asked_by_any:
+            control = self.control
+            asked = [control.should_training_stop, control.should_evaluate]
+            asked = ranks.any_of(self._group, asked)
+            control.should_training_stop, control.should_evaluate = asked
 
     def _count(self, result: StepResult) -> None:
         self.state.global_step += 1

@@ -15,6 +15,7 @@ from poise import (
     evaluation,
     imported,
     model_view,
+    ranks,
     run_data,
     trainer_data,
 )
@@ -37,6 +38,11 @@ def train(file: RunFile, as_json: bool = False) -> int:
     An Error, an out-of-memory error and an exception of the model's own code are written into
     metrics.jsonl and go on to the caller.
     """
+    if (size := ranks.here().size) > 1:
+        raise Error(
+            f"[cli] model.import was started on {size} ranks, which this command does not split over; "
+            "use poise.Trainer or poise.Engine in a program of your own, or a builtin model"
+        )
     settings = settings_of(file.config)
     accumulation = _accumulation(settings["batch"])
     with signals_raised(), RunReport(settings, accumulation, as_json) as report:

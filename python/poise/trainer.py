@@ -11,14 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poise import banner, evaluation, foreign, model_choice, model_view, prediction, trainer_data
+from poise import (
+    banner,
+    evaluation,
+    foreign,
+    model_choice,
+    model_view,
+    prediction,
+    ranks,
+    trainer_data,
+)
 from poise._C import Error
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
 from poise.engine import Engine
 from poise.loss import Loss
-from poise.metrics_log import MetricsLog
+from poise.metrics_log import MetricsLog, NoMetrics
 from poise.model_call import ModelCall
 from poise.prediction import EvalPrediction, PredictionOutput
 from poise.profiling import Profiling
@@ -41,6 +50,10 @@ class TrainOutput(NamedTuple):
 
 class Trainer:
     """Trains a model; names as in transformers' Trainer.
+
+    Where torchrun, Slurm or mpirun started several ranks, all of them make the same Trainer and the
+    same calls; each gets its share of the data, the first one writes and shows. All have rank 0's
+    parameters, and the same results of evaluate() and predict().
 
     Args:
       model: returns the loss from forward (a scalar, a tuple that begins with it, an output with
@@ -81,6 +94,7 @@ class Trainer:
     ) -> None:
         foreign.refuse(processing_class, optimizers)
         self.args = args if args is not None else TrainingArguments()
+        self._group = ranks.join(self.args.device, self.args.ddp_backend, self.args.ddp_timeout)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -102,23 +116,31 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
-        args, folder = self.args, Path(self.args.output_dir)
+        args, folder, first = self.args, Path(self.args.output_dir), self._group.rank == 0
         windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
-        run = RunLength.of(trainer_data.batches_per_epoch(self.train_dataset, args), args)
+        run = RunLength.of(
+            trainer_data.batches_per_epoch(self.train_dataset, args),
+            args,
+            trainer_data.splits_over(self.train_dataset, args),
+        )
         self.engine = None  # the memory of an earlier run goes first
         if self._model_init is not None:
             self._take(model_choice.made(self._model_init, args.seed))
-        seed_everything(args.seed)
-        self.engine = Engine(self.model, args.to_config(run.updates), self._units)
+        seed_everything(args.seed + self._group.rank)  # dropout differs from rank to rank
         with contextlib.ExitStack() as stack:
+            stack.enter_context(ranks.told_to_others(self._group))
+            stack.enter_context(ranks.only_first_logs(self._group))
+            self.engine = Engine(self.model, args.to_config(run.updates), self._units, self._group)
             stack.enter_context(contextlib.closing(windows))
-            metrics = stack.enter_context(MetricsLog(folder / "metrics.jsonl"))
+            metrics = stack.enter_context(
+                MetricsLog(folder / "metrics.jsonl") if first else NoMetrics()
+            )
             self._show_banner(run)
-            bar = stack.enter_context(Progress(run.updates, args.disable_tqdm))
-            banner.warn_batch_norm(self.model, args.accumulation)
-            log = RunLog(args, run, metrics, bar, self.callbacks)
+            bar = stack.enter_context(Progress(run.updates, args.disable_tqdm if first else True))
+            banner.warn_batch_norm(self.model, args.accumulation, self._group.size)
+            log = RunLog(args, run, metrics, bar, self.callbacks, self._group)
             profiling = stack.enter_context(
-                contextlib.closing(Profiling(args.profile_steps, folder))
+                contextlib.closing(Profiling(args.profile_steps if first else None, folder))
             )
             self._loop(windows, log, profiling)
         return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
@@ -134,10 +156,15 @@ class Trainer:
             )
         if self.compute_metrics is not None:
             return self._predict(dataset, metric_key_prefix, with_loss=True).metrics
-        loader = trainer_data.eval_batches(dataset, self.args, self.data_collator)
-        return evaluation.evaluate(
-            self.model, loader, self._loss, self._forward_scope, metric_key_prefix
-        )
+        with ranks.told_to_others(self._group):
+            return evaluation.evaluate(
+                self.model,
+                self._share_of(dataset),
+                self._loss,
+                self._forward_scope,
+                metric_key_prefix,
+                self._group,
+            )
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
         """What the model returns for a dataset (without its loss), in order, as numpy arrays.
@@ -151,17 +178,23 @@ class Trainer:
         def call(batch: Any) -> tuple[Loss | None, Any, Any]:
             return self._call.predict(trainer_data.to_device(batch, self.args.device), with_loss)
 
-        return prediction.predict(
-            self.model,
-            trainer_data.eval_batches(dataset, self.args, self.data_collator),
-            call,
-            self._forward_scope,
-            prefix,
-            self.preprocess_logits_for_metrics,
-            self.compute_metrics,
-        )
+        with ranks.told_to_others(self._group):
+            return prediction.predict(
+                self.model,
+                self._share_of(dataset),
+                call,
+                self._forward_scope,
+                prefix,
+                self.preprocess_logits_for_metrics,
+                self.compute_metrics,
+                self._group,
+            )
+
+    def _share_of(self, dataset: Any) -> Any:
+        return trainer_data.eval_share_of(dataset, self.args, self.data_collator, self._group)
 
     def _take(self, model: nn.Module) -> None:
+
         self.model = model.to(self.args.device)
         self._call = ModelCall(model, self._compute_loss_func, self._shift_labels)
         self._loss_of: Callable[[Any], Loss] = self._call
@@ -203,8 +236,7 @@ class Trainer:
         log.update(result)
         if self.args.eval_strategy == "steps" and update % self._eval_every(log) == 0:
             log.control.should_evaluate = True
-        if log.control.should_evaluate:
-            log.control.should_evaluate = False
+        if log.evaluation_due():
             self._evaluate_and_log(log)
 
     def _loss(self, batch: Any) -> Loss:
@@ -238,9 +270,9 @@ class Trainer:
             )
 
     def _show_banner(self, run: RunLength) -> None:
-        if self.args.disable_tqdm is True:
+        if self.args.disable_tqdm is True or self._group.rank > 0:
             return
         settings = settings_of(self.engine.config)
         examples = trainer_data.examples(self.train_dataset)
-        lines = banner.banner(self.model, self.args, run, settings, examples)
+        lines = banner.banner(self.model, self.args, run, settings, examples, self._group)
         print("\n".join(lines), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,17 +10,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from poise._C import Error
+from poise import eval_share
+from poise._C import Error, Group
+from poise._feeds import has_own_order
 from poise.data import WindowIterator
 from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
 
 
 def train_windows(
     dataset: Any, args: TrainingArguments, collate: Callable | None = None
 ) -> WindowIterator:
-    """The windows of all epochs, without end; a DataLoader keeps its batches."""
+    """This rank's windows of all epochs, without end; a DataLoader keeps its batches."""
     seed = args.seed if args.data_seed is None else args.data_seed
     order: dict[str, Any] = {"accumulation": args.accumulation, "seed": seed, "epochs": None}
+    if splits_over(dataset, args) > 1:
+        order |= {"ranks": args.world_size, "rank": args.process_index}
+    elif args.world_size > 1:
+        _say_what_ranks_read(dataset, args)
     if isinstance(dataset, DataLoader):
         return WindowIterator(dataset, **order)
     if not isinstance(dataset, IterableDataset):
@@ -29,8 +38,43 @@ def train_windows(
     return WindowIterator(dataset, args.per_device_train_batch_size, **order, **options)
 
 
+def splits_over(dataset: Any, args: TrainingArguments) -> int:
+    """How many ranks the samples are dealt out to here: 1 where the data does that itself.
+
+    Iterable data does (nothing else can stop two ranks from reading the same), and so does a loader
+    whose sampler knows the ranks. Raises Error on a loader with another order of its own.
+    """
+    loader = dataset if isinstance(dataset, DataLoader) else None
+    if args.world_size == 1 or isinstance(dataset, IterableDataset):
+        return 1
+    if loader is None or not has_own_order(loader):
+        return args.world_size
+    if isinstance(loader.dataset, IterableDataset) or eval_share.splits_itself(loader):
+        return 1
+    raise Error(
+        f"[trainer] train_dataset is a DataLoader with {type(loader.sampler).__name__}, which gives "
+        f"all {args.world_size} ranks the same samples; use torch's DistributedSampler, or give the "
+        "dataset"
+    )
+
+
+def _say_what_ranks_read(dataset: Any, args: TrainingArguments) -> None:
+    data = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    if isinstance(data, IterableDataset):
+        if args.eval_strategy == "epoch":
+            raise Error(
+                f"[trainer] eval_strategy epoch on {args.world_size} ranks that each read "
+                f"{type(data).__name__} by themselves: their epochs need not end together; use steps"
+            )
+        logger.warning(
+            "[trainer] every rank reads %s by itself: it must give each rank other samples "
+            "(torch.distributed.get_rank() tells)",
+            type(data).__name__,
+        )
+
+
 def batches_per_epoch(dataset: Any, args: TrainingArguments) -> int | None:
-    """Micro-batches of one pass; None where the data does not say."""
+    """Micro-batches of one pass, of all ranks that share them; None where the data does not say."""
     if isinstance(dataset, DataLoader) and isinstance(dataset.dataset, IterableDataset):
         return None
     size = examples(dataset)
@@ -61,6 +105,13 @@ def eval_batches(
         generator=torch.Generator(),  # starting workers must not move the model's dropout
         **_options(args, collate),
     )
+
+
+def eval_share_of(
+    dataset: Any, args: TrainingArguments, collate: Callable | None, group: Group
+) -> Any:
+    """This rank's share of an evaluation's batches."""
+    return eval_share.share_of(eval_batches(dataset, args, collate), group)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

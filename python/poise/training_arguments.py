@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from poise import schedule_arguments
+from poise import ranks, schedule_arguments
 from poise._C import Error
 from poise.profiling import Steps, read_steps
 
@@ -37,9 +37,14 @@ LATER = {  # prefix of arguments: what they wait for
     "save_": "saving arrives with the state room",
     "resume_from_checkpoint": "saving arrives with the state room",
     "load_best_model_at_end": "saving arrives with the state room",
-    "fsdp": "several ranks arrive with the comm room",
-    "ddp_": "several ranks arrive with the comm room",
-    "deepspeed": "several ranks arrive with the comm room",
+}
+INSTEAD = {  # prefix of arguments: what does the same
+    "fsdp": "zero_stage=3 shards parameters, gradients and optimizer states over the ranks",
+    "deepspeed": "zero_stage=0 to 3 shards as ZeRO does; poise.Engine takes a whole configuration",
+    "ddp_find_unused_parameters": "a parameter that gets no gradient counts as zero",
+    "ddp_broadcast_buffers": "buffers are rank 0's at the start and each rank's own afterwards",
+    "ddp_": "poise joins gradients itself, by units of the model",
+    "local_rank": "torchrun, Slurm or mpirun say it in the environment",
 }
 
 
@@ -78,6 +83,12 @@ class _Arguments:
     gradient_checkpointing: bool = False  # every block
     checkpointing: str | Mapping | None = None  # a policy, or {"policy": "every_n", "n": 2}
 
+    # Several ranks: torchrun, Slurm or mpirun starts the program once for each.
+    zero_stage: int = 0  # sharded: 1 optimizer states, 2 and gradients, 3 and parameters
+    zero_keep_gathered: bool = False  # stage 3: parameters stay whole until the update
+    ddp_backend: str | None = None  # of torch.distributed; None: nccl for GPUs, gloo for the CPU
+    ddp_timeout: float = 1800  # seconds that a rank waits for the others
+
     # Log and evaluation.
     logging_steps: int | float = 500  # updates; in (0, 1): the part of the run
     logging_first_step: bool = False
@@ -108,15 +119,29 @@ class TrainingArguments(_Arguments):
 
     @property
     def device(self) -> torch.device:
-        cuda = torch.cuda.is_available() and not self.use_cpu
-        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return ranks.device(self.use_cpu)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return ranks.here().size
+
+    @property
+    def process_index(self) -> int:
+        """This rank, from 0."""
+        return ranks.here().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine."""
+        return ranks.here().local or 0
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one update."""
+        """Micro-batches of one update on a rank."""
         if self.global_batch_size is None:
             return self.gradient_accumulation_steps
-        return self.global_batch_size // self.per_device_train_batch_size
+        return self.global_batch_size // (self.per_device_train_batch_size * self.world_size)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -142,6 +167,11 @@ class TrainingArguments(_Arguments):
             "schedule": schedule_arguments.to_schedule(self, total_updates),
             "checkpointing": self._checkpointing(),
             "memory": {"budget_bytes": self.memory_budget or 0},
+            "zero": {
+                "stage": self.zero_stage,
+                "keep_gathered": "window" if self.zero_keep_gathered else "no",
+            },
+            "comm": {"timeout_seconds": self.ddp_timeout},
             "engine": {"on_nonfinite": self.on_nonfinite, "seed": self.seed},
         }
 
@@ -172,22 +202,35 @@ class TrainingArguments(_Arguments):
                 f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
                 "whole logits"
             )
+        self._check_ranks()
         self._check_global_batch()
+
+    def _check_ranks(self) -> None:
+        _one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        if self.zero_keep_gathered and self.zero_stage != 3:
+            raise Error(
+                f"[trainer] zero_keep_gathered with zero_stage {self.zero_stage}, which shards no "
+                "parameters; set zero_stage to 3, or leave it out"
+            )
+        if not self.ddp_timeout > 0:
+            raise Error(f"[trainer] ddp_timeout is {self.ddp_timeout}; give seconds above 0")
 
     def _check_global_batch(self) -> None:
         total, micro = self.global_batch_size, self.per_device_train_batch_size
         if total is None:
             return
-        if total < 1 or total % micro:
+        size = self.world_size
+        on = f" on {size} ranks" if size > 1 else ""
+        if total < 1 or total % (micro * size):
             raise Error(
-                f"[trainer] global_batch_size is {total} and per_device_train_batch_size {micro}; "
-                "the first must be a multiple of the second"
+                f"[trainer] global_batch_size is {total} and per_device_train_batch_size {micro}"
+                f"{on}; the first must be a multiple of {micro * size}"
             )
-        if self.gradient_accumulation_steps not in (1, total // micro):
+        if self.gradient_accumulation_steps not in (1, self.accumulation):
             raise Error(
                 f"[trainer] gradient_accumulation_steps is {self.gradient_accumulation_steps}, but "
-                f"global_batch_size {total} in micro-batches of {micro} makes {total // micro}; "
-                "leave one out"
+                f"global_batch_size {total} in micro-batches of {micro} makes {self.accumulation}"
+                f"{on}; leave one out"
             )
 
 
@@ -209,10 +252,13 @@ def _advice(name: str, names: list[str]) -> str:
     for prefix, reason in LATER.items():
         if name.startswith(prefix):
             return f"{reason}, leave it out until then"
+    for prefix, reason in INSTEAD.items():
+        if name.startswith(prefix):
+            return f"leave it out: {reason}"
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     return f"did you mean {nearest}?"
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:
     if value not in allowed:
-        raise Error(f"[trainer] {name} is {value!r}; use {', '.join(allowed)}")
+        raise Error(f"[trainer] {name} is {value!r}; use {', '.join(map(str, allowed))}")

@@ -43,6 +43,8 @@ DEFAULTS = {
     "dataloader_prefetch_factor": None,
     "train_sampling_strategy": "random",
     "use_cpu": False,
+    "ddp_backend": None,
+    "ddp_timeout": 1800,
 }
 OURS = {
     "global_batch_size",
@@ -51,6 +53,8 @@ OURS = {
     "on_nonfinite",
     "profile_steps",
     "loss_chunk_tokens",
+    "zero_stage",
+    "zero_keep_gathered",
 }
 
 

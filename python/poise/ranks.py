@@ -1,0 +1,121 @@
+"""The ranks of a Trainer: torch.distributed, begun where a launcher started this process.
+
+torchrun, Slurm and mpirun say in the environment which rank a process is (docs/launching.md). Where
+torch.distributed is initialized already, its default group is what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from poise import _C, comm
+from poise._C import Error, Group
+
+logger = logging.getLogger("poise")
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Which rank this process is; `local` among those of this machine, None where nobody said."""
+
+    rank: int = 0
+    size: int = 1
+    local: int | None = None
+
+
+def here() -> Here:
+    """Raises Error on an environment that contradicts itself."""
+    if dist.is_available() and dist.is_initialized():
+        place = _C.place_from_environment()
+        return Here(dist.get_rank(), dist.get_world_size(), place.local_rank if place else None)
+    place = _C.place_from_environment()
+    return Here() if place is None else Here(place.rank, place.size, place.local_rank)
+
+
+def device(use_cpu: bool = False) -> torch.device:
+    """The GPU of this rank, where there are any; else the CPU."""
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    place, gpus = here(), torch.cuda.device_count()
+    if place.size == 1 or place.local is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if place.local >= gpus:
+        raise Error(
+            f"[trainer] this is rank {place.local} of its machine, which has {gpus} GPUs; start one "
+            "rank for each, or set use_cpu"
+        )
+    return torch.device("cuda", place.local)
+
+
+def join(where: torch.device, backend: str | None, timeout: float) -> Group:
+    """The group of all ranks; initializes torch.distributed where that is still to be done.
+
+    Args:
+      where: the device of this rank.
+      backend: of torch.distributed; None: gloo for the CPU, nccl for GPUs.
+      timeout: seconds that a rank waits for the others.
+    """
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    place = here()
+    if place.size > 1 and not dist.is_initialized():
+        _initialize(place, backend or ("nccl" if where.type == "cuda" else "gloo"), timeout)
+    return comm.group_for(None, where, timeout)
+
+
+def _initialize(place: Here, backend: str, timeout: float) -> None:
+    launch = _C.place_from_environment()
+    # Where torchrun keeps a store the ranks meet there, which only env:// knows of.
+    meeting = "env://" if launch.store_runs else f"tcp://{launch.address}:{launch.port}"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=meeting,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise Error(
+            f"[trainer] rank {place.rank} of {place.size} did not meet the others at "
+            f"{launch.address}:{launch.port} by {backend}: {error}; start all ranks with the same "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from None
+
+
+@contextlib.contextmanager
+def only_first_logs(group: Group) -> Iterator[None]:
+    """Ranks but the first log errors only: what they have to say they would all say."""
+    level = logger.level
+    if group.rank > 0:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def told_to_others(group: Group) -> Iterator[None]:
+    """An exception ends the group: the other ranks stop with its message instead of waiting."""
+    try:
+        yield
+    except BaseException as error:
+        if group.size > 1:
+            group.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
+def any_of(group: Group, flags: list[bool]) -> list[bool]:
+    """Each flag, whether some rank has it set."""
+    if group.size == 1:
+        return flags
+    rows = group.all_gather_text("".join("01"[flag] for flag in flags), "what callbacks ask for")
+    return [any(row[i] == "1" for row in rows) for i in range(len(flags))]
