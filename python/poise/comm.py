@@ -66,7 +66,9 @@ def fake(rank: int, size: int, device: torch.device | str = "cpu") -> Group:
 
 
 # Process groups that engines use: two groups over the same one would mix their collectives.
-_of_process_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_of_process_groups: weakref.WeakValueDictionary[tuple[str, str], Group] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_HOUR) -> Group:
@@ -80,10 +82,11 @@ def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_
         given = dist.group.WORLD
     if given.size() == 1:
         return one_rank(device)
-    group = _of_process_groups.get(given.group_name)
+    key = (given.group_name, torch.device(device).type)
+    group = _of_process_groups.get(key)
     if group is None:
         group = from_process_group(given, device, timeout)
-        _of_process_groups[given.group_name] = group
+        _of_process_groups[key] = group
     return group
 
 

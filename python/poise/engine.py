@@ -258,7 +258,8 @@ class Engine:
                     "use engine.state_dict(), or call it inside engine.gathered(), on all ranks"
                 )
 
-        undo.callback(self.model.register_state_dict_pre_hook(refuse).remove)
+        for module in self.model.modules():
+            undo.callback(module.register_state_dict_pre_hook(refuse).remove)
 
     def _recompute(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
         policy = settings_of(self.config)["checkpointing"]

@@ -187,8 +187,11 @@ void bind_engine(py::module_& module) {
   bind_result(module);
 
   py::class_<ForwardGuard>(module, "ForwardScope", "A `with` block that a forward runs in.")
-      .def("__enter__", &ForwardGuard::enter)
-      .def("__exit__", [](ForwardGuard& guard, const py::args&) { guard.exit(); });
+      .def("__enter__", &ForwardGuard::enter, NoGil())
+      .def("__exit__", [](ForwardGuard& guard, const py::args&) {
+        py::gil_scoped_release release;
+        guard.exit();
+      });
 
   py::class_<zero::Unit>(module, "Unit", "Runs a block while its parameters are whole.")
       .def("enter", &zero::Unit::enter, py::arg("inputs"), NoGil())

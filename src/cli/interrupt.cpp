@@ -10,6 +10,10 @@ volatile std::sig_atomic_t received = 0;
 
 void note(int signal) { received = signal; }
 
+void throw_if_received() {
+  if (received != 0) throw Interrupted{received};
+}
+
 }  // namespace
 
 InterruptScope::InterruptScope() {
@@ -21,15 +25,15 @@ InterruptScope::InterruptScope() {
   action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
   sigaction(SIGINT, &action, &old_int_);
   sigaction(SIGTERM, &action, &old_term_);
+  old_check_ = set_interrupt_check(throw_if_received);
 }
 
 InterruptScope::~InterruptScope() {
+  set_interrupt_check(old_check_);
   sigaction(SIGINT, &old_int_, nullptr);
   sigaction(SIGTERM, &old_term_, nullptr);
 }
 
-void InterruptScope::check() const {
-  if (received != 0) throw Interrupted{received};
-}
+void InterruptScope::check() const { throw_if_received(); }
 
 }  // namespace poise::cli

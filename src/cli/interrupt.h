@@ -1,9 +1,9 @@
-// Ctrl-C and SIGTERM during a run: noted by a handler, acted on between micro-batches.
+// Ctrl-C and SIGTERM during a run: noted by a handler, acted on between micro-batches and in waits.
 #pragma once
 
-#include "poise/interrupt.h"
-
 #include <csignal>
+
+#include "poise/interrupt.h"
 
 namespace poise::cli {
 
@@ -22,6 +22,7 @@ class InterruptScope {
  private:
   struct sigaction old_int_;
   struct sigaction old_term_;
+  void (*old_check_)();
 };
 
 }  // namespace poise::cli

@@ -9,6 +9,7 @@
 #include "poise/cli.h"
 #include "poise/config.h"
 #include "poise/error.h"
+#include "poise/interrupt.h"
 
 namespace poise::cli {
 namespace {
@@ -101,6 +102,9 @@ int run(int argc, const char* const* argv) {
   }
   try {
     return dispatch(app, arguments);
+  } catch (const Interrupted& interrupted) {  // before the run itself, which ends by itself
+    std::cerr << "poise: ended by signal " << interrupted.signal << '\n';
+    return 128 + interrupted.signal;
   } catch (const Bug& bug) {
     return complain(std::string(bug.what()) + " (a bug of poise; please report it)");
   } catch (const c10::Error& error) {

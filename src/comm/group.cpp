@@ -128,14 +128,15 @@ struct Group::Impl {
   // are told to who waits for the result.
   bool settled() const noexcept {
     const auto deadline = std::chrono::steady_clock::now() + kGrace;
-    while (!last.done() && std::chrono::steady_clock::now() < deadline) {
+    do {
       try {
+        if (last.done()) return true;
         last.wait_for(kGrace);
-      } catch (const std::exception&) {  // or an interrupt, which comes again and again
+      } catch (...) {  // its failure, or an interrupt, which comes again and again
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
-    }
-    return last.done();
+    } while (std::chrono::steady_clock::now() < deadline);
+    return false;
   }
 
   std::unique_ptr<Backend> backend;
@@ -225,6 +226,7 @@ void Group::barrier(std::string what) {
   my.submit(my.call(Kind::barrier, std::move(what), {}), [&backend = *my.backend](const Call& c) {
       backend.barrier(c);
     }).synchronize();
+  check();
 }
 
 std::vector<std::string> Group::all_gather_text(const std::string& text, const std::string& what) {
@@ -234,6 +236,7 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
   auto lengths = at::zeros({size()}, on_cpu.device(device()));
   all_gather(lengths, length.to(device()), what).wait();
   lengths = lengths.cpu();
+  check();
   const auto* bytes = lengths.const_data_ptr<std::int64_t>();
   const std::int64_t longest = *std::max_element(bytes, bytes + size());
 
@@ -242,6 +245,7 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
   auto all = at::zeros({size() * longest}, mine.options().device(device()));
   all_gather(all, mine.to(device()), what).wait();
   all = all.cpu();
+  check();
   std::vector<std::string> texts;
   for (int rank = 0; rank < size(); ++rank) {
     const auto* begin = static_cast<const char*>(all.const_data_ptr()) + rank * longest;

@@ -141,8 +141,9 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
   return ranks;
 }
 
-ParamTable agreed(ParamTable table, const Config& config, comm::Group& group) {
-  if (group.size() > 1) engine::check_ranks_agree(group, table, config);
+ParamTable agreed(const ModelView& model, const Config& config, comm::Group& group) {
+  ParamTable table(model, small_below(config.zero));
+  if (group.size() > 1) engine::check_ranks_agree(group, model, table, config);
   return table;
 }
 
@@ -152,7 +153,7 @@ void share_buffers(const ModelView& model, comm::Group& group) {
   at::NoGradGuard no_grad;
   for (const auto& buffer : model.buffers) {
     if (buffer.tensor.numel() == 0) continue;
-    auto values = buffer.tensor.detach().contiguous();
+    auto values = buffer.tensor.detach().to(group.device()).contiguous();
     group.broadcast(values.reshape({-1}).view(at::kByte), 0, buffer.name).wait();
     buffer.tensor.detach().copy_(values);
   }
@@ -178,7 +179,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
       accumulation(config::accumulation(config.batch, group->size())),
-      table(agreed(ParamTable(model, small_below(config.zero)), config, *group)),
+      table(agreed(model, config, *group)),
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size()),
       store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
             materialize),

@@ -19,7 +19,15 @@ Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<com
     : Engine(model, config, comm::Ranks{std::move(group), {}, {}}, materialize) {}
 Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks,
                const Materialize& materialize)
-    : impl_(std::make_unique<Impl>(model, config, std::move(ranks), materialize)) {}
+{
+  const auto told = ranks;
+  try {
+    impl_ = std::make_unique<Impl>(model, config, std::move(ranks), materialize);
+  } catch (...) {
+    engine::end_group(told, std::current_exception());
+    throw;
+  }
+}
 Engine::~Engine() = default;
 
 namespace {
@@ -71,7 +79,7 @@ struct Engine::ForwardScope::Impl {
     } else if (!engine.units->holds_rest()) {
       evaluated = engine.units.get();
     }
-    engine.units->hold_rest();
+    engine.guarded([&] { engine.units->hold_rest(); });
   }
   ~Impl() {
     if (evaluated) evaluated->let_rest_go();
@@ -160,7 +168,8 @@ at::Tensor Engine::gradient(const std::string& name) {
   const auto lent = impl_->lent.find(entry);
   if (lent != impl_->lent.end()) return lent->second.gradient;
   memory::AccountScope scope(impl_->ledger, memory::Account::gradients);
-  const auto sum = impl_->store.view_of(entry, impl_->store.whole_gradient(place.flat));
+  const auto sum = impl_->guarded(
+      [&] { return impl_->store.view_of(entry, impl_->store.whole_gradient(place.flat)); });
   const double tokens = impl_->sums.totals.tokens;
   auto mean = sum.to(at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
   impl_->lent[entry] = {mean, mean.clone()};
@@ -193,6 +202,7 @@ Engine::Gathered Engine::gathered(std::optional<int> writer) {
 Engine::Gathered::Gathered(Engine::Impl& engine, std::optional<int> writer)
     : engine_(&engine), writer_(writer) {
   if (engine.units) engine.guarded([&] { engine.units->claim_all(); });
+  ++engine.gathered_scopes;
 }
 Engine::Gathered::Gathered(Gathered&& other) noexcept
     : engine_(std::exchange(other.engine_, nullptr)), writer_(other.writer_) {}
@@ -201,17 +211,21 @@ Engine::Gathered::~Gathered() {
     close();
   } catch (const std::exception& error) {
     log::warning("the end of gathered() failed: ", error.what());
+  } catch (...) {
+    log::warning("the end of gathered() was interrupted");
   }
 }
 
 void Engine::Gathered::close() {
   auto* engine = std::exchange(engine_, nullptr);
   if (!engine) return;
+  --engine->gathered_scopes;
   engine->guarded([&] {
     const auto flats = engine->table.flats().size();
     for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
       engine->store.share_values(flat, *writer_);
     }
+    if (!writer_) engine->store.warn_of_lost_edits();
     if (engine->units) engine->units->release_all();
   });
 }
@@ -222,7 +236,8 @@ at::Tensor Engine::master(const std::string& name) const {
   const int entry = impl_->table.find(name);
   const int flat = impl_->table.entries()[static_cast<std::size_t>(entry)].flat;
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
-  return impl_->store.view_of(entry, impl_->store.whole_master(flat));
+  return impl_->guarded(
+      [&] { return impl_->store.view_of(entry, impl_->store.whole_master(flat)); });
 }
 
 const Config& Engine::config() const { return impl_->config; }

@@ -54,9 +54,13 @@ struct Sums {
 std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
                                 const char* what);
 
+// The reason ends the groups on every rank; does nothing in a world of one.
+void end_group(const comm::Ranks& ranks, const std::exception_ptr& reason) noexcept;
+
 // Throws Error on every rank, naming the first difference, unless all ranks have the same model and
 // settings.
-void check_ranks_agree(comm::Group& group, const ParamTable& table, const Config& config);
+void check_ranks_agree(comm::Group& group, const ModelView& model, const ParamTable& table,
+                       const Config& config);
 
 // Pops what a failed backward left in this thread's autograd queue (its gradient buffers).
 void drain_autograd_queue();
@@ -135,6 +139,7 @@ struct Engine::Impl {
   at::Device device;
 
   engine::WindowState state = engine::WindowState::closed;
+  int gathered_scopes = 0;  // open
   std::int64_t micro_batches = 0;
   std::int64_t updates = 0;
   std::int64_t skipped = 0;

@@ -59,6 +59,13 @@ void check_value(const at::Tensor& value, bool scalar) {
   }
 }
 
+void check_graph(const at::Tensor& total) {
+  if (total.requires_grad()) return;
+  fail("engine",
+       "the loss does not depend on any trainable parameter (it has no gradient); return it "
+       "with its graph: no detach(), no no_grad, no .item()");
+}
+
 }  // namespace
 
 LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device device,
@@ -157,6 +164,7 @@ void LossWeights::agree_on_q(double count) {
     const auto on_device = at::full({1}, count, sums_.options());
     group_.broadcast(on_device, 0, "tokens of the first micro-batch").wait();
     count = on_device.item<double>();
+    group_.check();
   }
   q_ = count > 1 ? static_cast<int>(std::ceil(std::log2(count))) : 0;
 }
@@ -184,11 +192,14 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
     const auto weighted = weigh_part(part, share, scale, kTokenSlot + 1 + t);
     if (weighted.defined()) total = total.defined() ? total + weighted : weighted;
   }
-  if (total.defined() && !total.requires_grad()) {
-    fail("engine",
-         "the loss does not depend on any trainable parameter (it has no gradient); return it "
-         "with its graph: no detach(), no no_grad, no .item()");
-  }
+  if (total.defined()) check_graph(total);
+  return total;
+}
+
+at::Tensor everything(const Loss& loss) {
+  auto total = loss.value.sum();
+  for (const auto& term : loss.terms) total = total + term.value.sum();
+  check_graph(total);
   return total;
 }
 

@@ -17,6 +17,10 @@
 
 namespace poise::engine {
 
+// The sum of the loss and its terms, unweighted: a backward through all of it whose gradients count
+// for nothing. Throws Error where it has none.
+at::Tensor everything(const Loss& loss);
+
 class LossWeights {
  public:
   // `fp16`: whether q is read from the first micro-batch, that of rank 0 for all ranks.

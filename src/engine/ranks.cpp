@@ -2,9 +2,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <c10/util/Exception.h>
+
 #include <sstream>
 
 #include "engine/impl.h"
+#include "poise/interrupt.h"
 
 namespace poise::engine {
 
@@ -16,21 +19,42 @@ std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& r
   std::copy(row.begin(), row.end(), mine.mutable_data_ptr<double>());
   mine = mine.to(group.device());
   const auto rows = at::empty({group.size() * columns}, mine.options());
-  group.all_gather(rows, mine, what).wait();
+  const auto done = group.all_gather(rows, mine, what);
+  done.wait();
+  done.synchronize();  // the host waits here, where an interrupt reaches it
   const auto host = rows.cpu();
+  group.check();  // on a GPU the collectives of a failed group end without a result
   const auto* first = host.const_data_ptr<double>();
   return {first, first + host.numel()};
 }
 
 namespace {
 
+std::string message_of(const std::exception_ptr& reason) {
+  try {
+    std::rethrow_exception(reason);
+  } catch (const Interrupted& interrupted) {
+    return join("ended by signal ", interrupted.signal);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
 // One line for each thing that must be the same on all ranks.
-std::string description(const ParamTable& table, const Config& config) {
+std::string description(const ModelView& model, const ParamTable& table, const Config& config) {
   std::ostringstream text;
   for (const auto& entry : table.entries()) {
     text << "parameter '" << entry.name << "' of shape " << at::IntArrayRef(entry.sizes) << ' '
          << entry.dtype << (entry.trainable ? "" : ", frozen") << ", unit "
          << table.units()[static_cast<std::size_t>(entry.unit)] << '\n';
+  }
+  for (const auto& [name, tensor] : model.buffers) {
+    text << "buffer '" << name << "' of shape " << tensor.sizes() << ' ' << tensor.scalar_type()
+         << '\n';
   }
   text << config.to_json();
   return text.str();
@@ -45,8 +69,15 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 }  // namespace
 
-void check_ranks_agree(comm::Group& group, const ParamTable& table, const Config& config) {
-  const auto texts = group.all_gather_text(description(table, config), "model and settings");
+void end_group(const comm::Ranks& ranks, const std::exception_ptr& reason) noexcept {
+  for (const auto& group : {ranks.all, ranks.shard, ranks.replica}) {
+    if (group && group->size() > 1) group->abort(message_of(reason));
+  }
+}
+
+void check_ranks_agree(comm::Group& group, const ModelView& model, const ParamTable& table,
+                       const Config& config) {
+  const auto texts = group.all_gather_text(description(model, table, config), "model and settings");
   const auto first = lines_of(texts.front());
   for (std::size_t rank = 1; rank < texts.size(); ++rank) {
     if (texts[rank] == texts.front()) continue;

@@ -5,14 +5,11 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cmath>
 #include <thread>
 
 #include "engine/impl.h"
-#include "poise/interrupt.h"
 #include "poise/log.h"
 
 namespace poise {
@@ -25,6 +22,11 @@ using memory::AccountScope;
 // Stop 2: the window opens; edits of parameters since the last update reach their masters.
 void Engine::Impl::open_window(const std::vector<double>& counts) {
   POISE_CHECK(state == WindowState::closed);
+  if (units && gathered_scopes > 0) {
+    fail("engine",
+         "a window was opened inside gathered(), whose whole parameters no update would reach; "
+         "close it first");
+  }
   store.notice_edits();
   gradients.start_window();
   loss_weights.begin_window(counts);
@@ -66,7 +68,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
     }
     // With sharded parameters the other ranks need this one's share of every unit's backward.
     counted = zero::Count::no;
-    weighted = loss.value.sum();
+    weighted = engine::everything(loss);
   }
   if (weighted.device() != device) {
     fail("engine", "the loss is on ", weighted.device(), ", the parameters on ", device,
@@ -123,6 +125,7 @@ void Engine::Impl::sum_up() {
   gather_gradients();
 
   const auto rows = engine::gather_rows(*group, row, "sums of the window");
+  for (const auto& one : {ranks.shard, ranks.replica}) one->check();
   std::vector<double> joined(row.size(), 0.0);  // in rank order: the same bits on every rank
   double bad_entry = Share::kNone;
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -253,90 +256,10 @@ void Engine::Impl::discard_window() {
   if (units) units->discard();
 }
 
-namespace {
-std::string message_of(const std::exception_ptr& reason) {
-  try {
-    std::rethrow_exception(reason);
-  } catch (const Interrupted& interrupted) {
-    return join("ended by signal ", interrupted.signal);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-}  // namespace
-
 // What fails on one rank is fatal to all: they would wait for it.
 void Engine::Impl::give_up_window(const std::exception_ptr& reason) noexcept {
-  if (group->size() > 1) {
-    const auto message = message_of(reason);
-    for (const auto& one : {group, ranks.shard, ranks.replica}) {
-      if (one->size() > 1) one->abort(message);
-    }
-  }
+  engine::end_group(ranks, reason);
   discard_window();
-}
-
-std::vector<double> Engine::Impl::micro_batch_counts(std::size_t mine) {
-  const std::vector<double> row{static_cast<double>(mine)};
-  if (!shards.reduces_every_micro_batch() && !units) return row;
-  return engine::gather_rows(*group, row, "number of micro-batches");
-}
-
-void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
-                                   const std::vector<double>& counts, const LossFn& loss) {
-  const auto runs = [index](double of_rank) { return of_rank > static_cast<double>(index); };
-  const auto leader = std::find_if(counts.begin(), counts.end(), runs) - counts.begin();
-  const bool all_run = std::all_of(counts.begin(), counts.end(), runs);
-  following.set_leader(units && !all_run ? std::optional(static_cast<int>(leader)) : std::nullopt);
-  // What is joined once per window is joined in the last micro-batch of any rank at stage 3, whose
-  // ranks move together, and in each rank's own last one otherwise.
-  const auto most =
-      units ? *std::max_element(counts.begin(), counts.end()) : static_cast<double>(count);
-  const auto position = static_cast<double>(index + 1) == most || (!units && index >= count)
-                            ? zero::MicroBatch::last
-                            : zero::MicroBatch::inner;
-  if (index < count) {
-    backward(forward([&] { return loss(index); }), position);
-    following.say(zero::Following::Operation::end);
-  } else {
-    follow(position);
-  }
-  following.set_leader({});
-}
-
-void Engine::Impl::follow(zero::MicroBatch position) {
-  if (!units) {
-    loss_weights.agree_without_micro_batch();
-    gradients.follow_micro_batch(position);
-    return;
-  }
-  using Operation = zero::Following::Operation;
-  units->begin_recording();
-  gradients.begin_following(position);
-  for (auto said = following.listen(); said.operation != Operation::end;
-       said = following.listen()) {
-    if (said.operation == Operation::gather) units->follow_gather(said.index);
-    if (said.operation == Operation::join) gradients.join_flat(said.index);
-    if (said.operation == Operation::agree) loss_weights.agree_without_micro_batch();
-  }
-  gradients.end_micro_batch();
-  units->end_micro_batch();
-}
-
-// [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in
-// this thread's autograd queue until something pops them. A node made in a new thread has the
-// lowest sequence number, so its backward runs last and pops all of them.
-void engine::drain_autograd_queue() {
-  at::Tensor output;
-  std::thread([&] {
-    at::AutoGradMode grad_on(true);
-    output = at::ones({1}).requires_grad_().mul(1);
-  }).join();
-  torch::autograd::backward({output}, {});
 }
 
 }  // namespace poise

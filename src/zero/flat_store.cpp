@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -44,6 +45,7 @@ at::Tensor poison_like(const at::Tensor& parameter, const std::string& name) {
 }
 
 void give_memory(const at::Tensor& flat) {
+  const c10::DeviceGuard guard(flat.device());  // the allocator takes the current one
   auto* storage = flat.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<std::size_t>(flat.numel()) * flat.element_size();
   storage->set_data_ptr_noswap(c10::GetAllocator(flat.device().type())->allocate(bytes));
@@ -226,6 +228,10 @@ void FlatStore::refresh(int index) {
   at::NoGradGuard no_grad;
   const auto& entry = table_.entries()[static_cast<std::size_t>(index)];
   auto& tensors = flats_[static_cast<std::size_t>(entry.flat)];
+  if (shards_.splits_parameters(entry.flat)) {
+    fail("zero", "refresh('", entry.name,
+         "') of a parameter that is sharded over the ranks; edit it inside gathered(writer)");
+  }
   if (!tensors.own_master) return;
   const auto optimized = shards_.optimized(entry.flat);
   const auto range = overlap({entry.offset, entry.offset + entry.numel}, optimized);
@@ -273,6 +279,17 @@ void FlatStore::share_values(int index, int writer) {
   for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
     versions_[static_cast<std::size_t>(entry)] =
         parameters_[static_cast<std::size_t>(entry)]._version();
+  }
+}
+
+void FlatStore::warn_of_lost_edits() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& entry = table_.entries()[i];
+    const auto version = parameters_[i]._version();
+    if (!shards_.splits_parameters(entry.flat) || version == versions_[i]) continue;
+    versions_[i] = version;
+    log::warning("parameter '", entry.name,
+                 "' was edited in gathered() without a writer: the edit is lost with its end");
   }
 }
 

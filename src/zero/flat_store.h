@@ -63,6 +63,9 @@ class FlatStore {
   // The whole values of rank `writer` become everybody's; shards and masters follow.
   void share_values(int flat, int writer);
 
+  // Says which gathered parameters were edited though nobody is their writer.
+  void warn_of_lost_edits();
+
   // The same for the sums of gradients that each rank has of its shard.
   Event gather_gradient(int flat);
   // A whole copy of what every rank holds a shard of: masters or summed gradients. All ranks call.

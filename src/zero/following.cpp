@@ -5,23 +5,32 @@
 
 namespace poise::zero {
 
-at::Tensor Following::broadcast(Said said, bool wait) {
+Following::Word Following::broadcast(Said said) {
   auto numbers = at::empty({2}, at::kLong);
   auto* values = numbers.mutable_data_ptr<std::int64_t>();
   values[0] = static_cast<std::int64_t>(said.operation);
   values[1] = said.index;
   numbers = numbers.to(group_.device());
-  const auto event = group_.broadcast(numbers, *leader_, "what comes next");
-  if (wait) event.wait();
-  return numbers;
+  const auto sent = group_.broadcast(numbers, *leader_, "what comes next");
+  return {numbers, sent};
+}
+
+void Following::set_leader(std::optional<int> rank) {
+  for (const auto& word : words_) word.sent.wait();
+  words_.clear();
+  leader_ = rank;
 }
 
 void Following::say(Operation operation, int index) {
-  if (leader_) broadcast({operation, index}, /*wait=*/false);
+  if (leader_) words_.push_back(broadcast({operation, index}));
 }
 
 Following::Said Following::listen() {
-  const auto numbers = broadcast({}, /*wait=*/true).cpu();
+  const auto word = broadcast({});
+  word.sent.wait();
+  word.sent.synchronize();
+  const auto numbers = word.numbers.cpu();
+  group_.check();  // on a GPU a failed group's broadcast ends without a word
   const auto* values = numbers.const_data_ptr<std::int64_t>();
   return {static_cast<Operation>(values[0]), static_cast<int>(values[1])};
 }

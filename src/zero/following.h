@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "poise/comm.h"
 
@@ -25,7 +26,7 @@ class Following {
   explicit Following(comm::Group& group) : group_(group) {}
 
   // For the micro-batches from now on: who says what is issued; none: nobody follows.
-  void set_leader(std::optional<int> rank) { leader_ = rank; }
+  void set_leader(std::optional<int> rank);
 
   // Ranks that run, before each collective that followers must know of.
   void say(Operation operation, int index = 0);
@@ -33,10 +34,15 @@ class Following {
   Said listen();
 
  private:
-  at::Tensor broadcast(Said said, bool wait);
+  struct Word {
+    at::Tensor numbers;
+    Event sent;
+  };
+  Word broadcast(Said said);
 
   comm::Group& group_;
   std::optional<int> leader_;
+  std::vector<Word> words_;  // kept until they are sent: a GPU reads them later
 };
 
 }  // namespace poise::zero

@@ -58,6 +58,14 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
       norm_valid_(table.entries().size()),
       shared_(std::make_shared<Shared>()) {
   shared_->owner = this;
+  if (replicas_.size() > 1) {
+    std::int64_t largest = 0;
+    for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+      largest = std::max(largest, shards.shard(flat) * std::int64_t{sizeof(float)});
+    }
+    memory::AccountScope scope(ledger, memory::Account::communication);
+    replicas_.reserve(largest * replicas_.size());  // what an all_reduce takes
+  }
   const auto device = store.parameters().front().device();
   squared_norms_ = at::zeros({static_cast<std::int64_t>(norm_valid_.size())},
                              at::TensorOptions().dtype(at::kDouble).device(device));

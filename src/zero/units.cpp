@@ -234,7 +234,7 @@ void Units::abandon(int unit) noexcept {
     --state(needed).forward_claims;
     try {
       release_unclaimed(needed);
-    } catch (const std::exception&) {
+    } catch (...) {
       // The failure that abandons the forward is the one to be told.
     }
   }
@@ -341,7 +341,7 @@ void Units::discard() {
     for (const auto& gather : s.gathers) {
       try {
         gather.wait();
-      } catch (const std::exception&) {
+      } catch (...) {
         // Discarding follows a failure; this one has the same cause.
       }
     }

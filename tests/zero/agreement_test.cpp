@@ -60,15 +60,57 @@ TEST(Agreement, AnExceptionOnOneRankEndsAll) {
       model.bind(engine);
       const std::vector<at::Tensor> window{test::make_tokens(2, 1), test::make_tokens(2, 2)};
       int calls = 0;
-      engine.step(window, [&](const at::Tensor& b) {
-        if (group->rank() == 1 && ++calls == 2) throw std::runtime_error("the data ran dry");
-        return Loss::sum(model.loss_sum(b), test::counted(b));
-      });
+      const auto step = [&] {
+        engine.step(window, [&](const at::Tensor& b) {
+          if (group->rank() == 1 && ++calls == 2) throw std::runtime_error("the data ran dry");
+          return Loss::sum(model.loss_sum(b), test::counted(b));
+        });
+      };
+      // Caught here: the engine alone must tell the others.
+      if (group->rank() == 1) {
+        EXPECT_THROW(step(), std::runtime_error);
+      } else {
+        step();
+      }
     });
-    EXPECT_EQ(errors[1], "the data ran dry");
+    EXPECT_EQ(errors[1], "");
     EXPECT_THAT(errors[0], HasSubstr("rank 1 ended the group: the data ran dry"));
     EXPECT_THAT(errors[2], HasSubstr("rank 1 ended the group: the data ran dry"));
   }
+}
+
+TEST(Agreement, AFailureWhileBuildingEndsAll) {
+  const auto errors = testing::errors_on_ranks(2, [](std::shared_ptr<comm::Group> group) {
+    GridModel model;
+    const auto build = [&] {
+      Engine engine(model.view(), Config{}, group, [](const std::string&) {
+        throw std::runtime_error("the weights are not there");  // rank 0 makes them
+      });
+    };
+    if (group->rank() == 0) {
+      EXPECT_THROW(build(), std::runtime_error);
+    } else {
+      build();
+    }
+  });
+  EXPECT_THAT(errors[1], HasSubstr("rank 0 ended the group: the weights are not there"));
+}
+
+TEST(Agreement, AWindowInsideGatheredIsRefused) {
+  testing::on_ranks(2, [](std::shared_ptr<comm::Group> group) {
+    GridModel model;
+    Config config;
+    config.zero.stage = 3;
+    Engine engine(model.view(), config, group);
+    model.bind(engine);
+    const auto whole = engine.gathered();
+    try {
+      engine.step(1, [&](std::size_t) { return Loss(model.loss_sum(test::make_tokens(2, 1))); });
+      ADD_FAILURE() << "an update that no whole parameter would show";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("inside gathered()"));
+    }
+  });
 }
 
 TEST(Agreement, UnequalBackwardCallsAreNamed) {
@@ -112,8 +154,29 @@ TEST(Agreement, AStepRunsInAFakeWorldOf1024) {
     engine.step(test::equal_windows(2)(0), [&](const at::Tensor& b) {
       return Loss::sum(model.loss_sum(b), test::counted(b));
     });
-    const auto calls = group->traffic().calls;
-    EXPECT_GT(calls[static_cast<std::size_t>(comm::Kind::reduce_scatter)], 0);
+    // By formula: each of the flats that train, padded to 256 elements a rank, travels whole.
+    constexpr std::int64_t kRanks = 1024;
+    std::int64_t flats = 0, all_flats = 0;
+    for (const auto& flat : engine.table().flats()) {
+      flats += flat.trainable ? 1 : 0;
+      all_flats += 1;
+    }
+    const std::int64_t micro_batches = stage >= 2 ? 2 : 1;
+    const auto flat_bytes = std::int64_t{4} * 256 * (kRanks - 1);
+    const auto of = [&](comm::Kind kind) { return static_cast<std::size_t>(kind); };
+    const auto traffic = group->traffic();
+    EXPECT_EQ(traffic.calls[of(comm::Kind::reduce_scatter)], flats * micro_batches);
+    EXPECT_EQ(traffic.bytes[of(comm::Kind::reduce_scatter)], flats * micro_batches * flat_bytes);
+    if (stage == 1 || stage == 2) {
+      EXPECT_GE(traffic.bytes[of(comm::Kind::all_gather)], flats * flat_bytes);
+      EXPECT_LT(traffic.bytes[of(comm::Kind::all_gather)], all_flats * flat_bytes);
+    }
+    // One rank's shard of a model this small is 256 elements of each flat.
+    const auto books = engine.ledger().snapshot();
+    if (stage >= 1) {
+      EXPECT_LE(books.current[static_cast<std::size_t>(memory::Account::optimizer)],
+                flats * 256 * 12);
+    }
   }
 }
 
