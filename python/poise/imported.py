@@ -100,7 +100,13 @@ def _check_arguments(function: Callable[..., Any], arguments: dict[str, Any], na
 def _result(result: Any, name: str) -> Imported:
     parts = result if isinstance(result, tuple) else (result,)
     if 1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module):
-        return Imported(*parts)
+        made = Imported(*parts)
+        if made.train_dataset is None and made.eval_dataset is not None:
+            raise Error(
+                f"[cli] model.import {name} returned an eval_dataset without a train_dataset; "
+                "return both, or name data.validation in the file"
+            )
+        return made
     described = ", ".join(type(part).__name__ for part in parts)
     shown = f"({described})" if isinstance(result, tuple) else described
     raise Error(f"[cli] model.import {name} returned {shown}; {RESULT}")

@@ -106,10 +106,15 @@ def _corpora(
 
 def _of_datasets(imported: Imported, settings: dict[str, Any], accumulation: int) -> RunData:
     data, micro = imported.train_dataset, settings["batch"]["micro_batch_size"]
-    samples = _size(data)
+    samples = _samples(data, "train")
+    if settings["train"]["validate_every"] > 0 and imported.eval_dataset is None:
+        raise Error(
+            f"[cli] train.validate_every is {settings['train']['validate_every']}, but "
+            "model.import returned no eval_dataset; return one, or set it to 0"
+        )
     if isinstance(data, IterableDataset):
         batches = _repeated(DataLoader(data, batch_size=micro, generator=torch.Generator()))
-    elif samples:
+    else:
         order = _C.Sampler(
             samples,
             seed=settings["engine"]["seed"],
@@ -119,11 +124,8 @@ def _of_datasets(imported: Imported, settings: dict[str, Any], accumulation: int
         # A generator of its own: torch's global one is the model's dropout.
         sampler = _EndlessBatches(order, micro)
         batches = iter(DataLoader(data, batch_sampler=sampler, generator=torch.Generator()))
-    else:
-        raise Error(
-            f"[cli] model.import returned {type(data).__name__} to train on; return a torch "
-            "dataset of at least one sample (batch.micro_batch_size makes batches of it)"
-        )
+    if imported.eval_dataset is not None:
+        _samples(imported.eval_dataset, "validate")
     return RunData(
         windows=_windows(batches, accumulation),
         validation=_validation(imported.eval_dataset, settings),
@@ -132,12 +134,17 @@ def _of_datasets(imported: Imported, settings: dict[str, Any], accumulation: int
     )
 
 
-def _size(data: Any) -> int | None:
-    """0: nothing that batches can be made of."""
+def _samples(data: Any, use: str) -> int | None:
+    """Of one pass; None where the data does not say. Raises Error on what is no dataset, or empty."""
     if isinstance(data, IterableDataset):
         return None
     map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return len(data) if map_style and not isinstance(data, (DataLoader, dict)) else 0
+    if not map_style or isinstance(data, (DataLoader, dict)) or len(data) == 0:
+        raise Error(
+            f"[cli] model.import returned {type(data).__name__} to {use} on; return a torch "
+            "dataset of at least one sample (batch.micro_batch_size makes batches of it)"
+        )
+    return len(data)
 
 
 class _EndlessBatches:

@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
 def run_in_terminal(
     command: list[str],
     folder: Path,
-    seconds: float = 120,
+    seconds: float = 300,
     stdout: bool = True,
     stderr: bool = True,
     columns: int = 120,

@@ -46,7 +46,8 @@ def test_a_terminal_shows_one_bar_that_is_written_over(tmp_path, columns):
     for expected in ("poise trains Net on cpu", "a note of the core", "printed"):
         assert final.count(expected) == 1
     assert any(line.startswith("attention: scaled_dot_product_attention by") for line in final)
-    assert sum("update/s" in line for line in final) == 1  # one bar stays
+    rates = [line for line in final if "update/s" in line or "s/update" in line]
+    assert len(rates) == 1  # one bar stays
 
 
 def test_without_a_terminal_there_is_no_bar(tmp_path):
@@ -60,7 +61,7 @@ def test_piped_output_has_the_banner_and_no_bar(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "program.py"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "printed\n"
     assert "micro-batch 2 x accumulation 1" in done.stderr and "\r" not in done.stderr

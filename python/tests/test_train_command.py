@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def no_model():
 
 def loader():
     return Classifier(), torch.utils.data.DataLoader([1, 2])
+
+
+def empty():
+    return Classifier(), []
+
+
+def bad_eval():
+    return Classifier(), Stream(), {}
+
+
+def eval_alone():
+    return Classifier(), None, Stream()
 
 
 NOT_CALLABLE = 3
@@ -231,6 +244,20 @@ def test_function_and_keys_may_come_by_settings(folder):
     assert lines_of(folder)[-1]["language"] == "python"
 
 
+def test_the_own_model_of_first_run_trains_as_printed(folder):
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "first_run.md").read_text(encoding="utf-8")
+    section = text.split("## Train a model of your own")[1].split("\n## ")[0]
+    (folder / "nets.py").write_text(re.search(r"```python\n(.*?)```", section, re.S).group(1))
+    document = json.loads(re.search(r"```json\n(.*?)```", section, re.S).group(1))
+    document["data"]["train"] = [str(root / "docs")]
+    arguments = re.search(r"poise train own\.json (.*)", section).group(1).split()
+    assert train(folder, document, flags=arguments) == 0
+    losses = lines_of(folder, document["train"]["output_dir"])[-1]["losses"]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    assert sum(p.numel() for p in sys.modules["nets"].build(64, 0).parameters()) == 33024
+
+
 # Bad values.
 
 
@@ -283,13 +310,23 @@ def test_a_bad_section_is_named_with_the_file(folder, capsys):
     assert "unknown key optimiser" in error and "run.json)" in error
 
 
-@pytest.mark.parametrize("function", ["with_data", "loader"])
-def test_data_that_would_be_ignored_or_has_no_samples(folder, capsys, function):
+@pytest.mark.parametrize(
+    "function, changes, words",
+    [
+        ("with_data", ['data.train=["text.txt"]'], "data.train given, but"),
+        ("with_data", ["data.prefetch=3", "data.suffix=.txt"], "data.suffix, data.prefetch given"),
+        ("loader", [], "returned DataLoader to train on"),
+        ("empty", [], "returned list to train on"),
+        ("bad_eval", [], "returned dict to validate on"),
+        ("eval_alone", [], "returned an eval_dataset without a train_dataset"),
+        ("streaming", ["train.validate_every=3"], "returned no eval_dataset"),
+    ],
+)
+def test_data_that_would_be_ignored_or_has_no_samples(folder, capsys, function, changes, words):
     extra = {"text": "text.txt", **SHAPE} if function == "with_data" else {}
-    data = {"train": ["text.txt"]} if function == "with_data" else {}
-    assert train(folder, settings({"import": f"nets:{function}", **extra}, data=data)) == 1
-    words = {"with_data": "data.train given, but", "loader": "returned DataLoader to train on"}
-    assert words[function] in capsys.readouterr().err
+    document = settings({"import": f"nets:{function}", **extra}, data={})
+    assert train(folder, document, *changes) == 1
+    assert words in capsys.readouterr().err
 
 
 def test_a_missing_import_inside_the_module_is_its_own_error(folder):
@@ -351,11 +388,11 @@ def test_a_signal_ends_a_run_cleanly(folder, number):
                "train.max_updates=1000000"]  # fmt: skip
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     try:
-        metrics, end = folder / "out" / "metrics.jsonl", time.monotonic() + 100
+        metrics, end = folder / "out" / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
             time.sleep(0.02)
         process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 128 + number
