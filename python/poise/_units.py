@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class UnitForward:
             return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    def __reduce__(self) -> tuple:
+        # A copy of the module (copy.deepcopy, torch.save of a whole model) belongs to no engine.
+        if self.own is not None:
+            return _itself, (self.own,)
+        return types.MethodType, (type(self.module).forward, self.module)
+
     def remove(self) -> None:
         """Gives the module its own forward back."""
         if self.module.__dict__.get("forward") is not self:
@@ -45,6 +52,10 @@ class UnitForward:
         del self.module.__dict__["forward"]
         if self.own is not None:
             self.module.forward = self.own
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def attach(units: list[tuple[nn.Module, _C.Unit]]) -> list[UnitForward]:

@@ -20,6 +20,8 @@ class Recipe:
     autocast: torch.dtype | None = None
     parameters: torch.dtype | None = None  # 16-bit parameters beside the masters
     loss_scale: float = 1.0
+    optimizer: str = "adamw"  # or sgd, with momentum
+    eps: float = 1e-8  # adamw
 
 
 def train(
@@ -28,12 +30,12 @@ def train(
     """Trains a copy of `model`; returns its masters by name and each update's loss."""
     masters = copy.deepcopy(model).to(recipe.dtype)
     forward = masters if recipe.parameters is None else copy.deepcopy(model).to(recipe.parameters)
-    optimizer = _adamw(masters, recipe)
+    optimizer = _optimizer(masters, recipe)
     losses = []
     for window in windows:
         sums, loss = gradients(forward, window, recipe)
         losses.append(loss)
-        for parameter, gradient in zip(masters.parameters(), sums, strict=False):
+        for parameter, gradient in zip(_trained(masters), sums, strict=True):
             parameter.grad = gradient
         if recipe.max_grad_norm:
             nn.utils.clip_grad_norm_(masters.parameters(), recipe.max_grad_norm)
@@ -49,7 +51,7 @@ def gradients(
     model: nn.Module, window: list[dict], recipe: Recipe
 ) -> tuple[list[torch.Tensor], float]:
     """The window's mean gradient, summed over micro-batches in the masters' dtype."""
-    parameters = list(model.parameters())
+    parameters = _trained(model)
     total = sum(counted(piece).item() for piece in window)
     sums = [torch.zeros_like(p, dtype=recipe.dtype) for p in parameters]
     loss_sum = 0.0
@@ -73,14 +75,23 @@ def gradients(
     return sums, loss_sum
 
 
-def _adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+MOMENTUM = 0.9
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=recipe.lr, momentum=MOMENTUM)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), eps=1e-8)
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.999), eps=recipe.eps)
 
 
 def error(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
@@ -101,10 +112,14 @@ def settings(recipe: Recipe, accumulation: int = 4, **sections: dict) -> dict:
     if dtype is torch.float16:
         precision["initial_loss_scale"] = recipe.loss_scale
     optimizer = {
+        "type": recipe.optimizer,
         "lr": recipe.lr,
+        "eps": recipe.eps,
         "weight_decay": recipe.weight_decay,
         "max_grad_norm": recipe.max_grad_norm,
     }
+    if recipe.optimizer == "sgd":
+        optimizer["momentum"] = MOMENTUM
     return {
         "batch": {"micro_batch_size": 2, "accumulation": accumulation},
         "precision": precision,
