@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import _C, _units, checkpointing, comm, model_view
+from poise import _C, _units, checkpointing, comm, meta, model_view
 from poise._C import Error, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
@@ -38,6 +38,10 @@ class Engine:
         group, or poise.comm.hybrid(...). None: torch.distributed's default group where it is
         initialized, else one rank.
         All ranks build the same model from the same settings; rank 0's values hold.
+      materialize: for a model made under torch.device("meta"): sets the parameters and buffers of
+        one module itself (not of its children), in place, on rank 0; called for one unit after the
+        other, so that no rank ever holds a whole model that is sharded. None: the modules'
+        reset_parameters().
     """
 
     def __init__(
@@ -46,11 +50,22 @@ class Engine:
         config: ConfigLike = None,
         units: model_view.UnitChoice = None,
         group: Any = None,
+        materialize: meta.Materialize | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
         self.model = model
         self.config = read_config(config)
+        blocks = model_view.find_units(model, units)
+        fill = None
+        if meta.is_meta(model):
+            given = group.all if isinstance(group, comm.Ranks) else group
+            fill = meta.Filling(model, meta.device_for(given), blocks, materialize)
+        elif materialize is not None:
+            raise Error(
+                "[engine] materialize given, but the model's parameters have values; make the model "
+                'under torch.device("meta"), or leave it out'
+            )
         timeout = settings_of(self.config)["comm"]["timeout_seconds"]
         device = model_view.device_of(model)
         ranks = (
@@ -59,13 +74,14 @@ class Engine:
             else comm.Ranks(comm.group_for(group, device, timeout))
         )
         self.group, self._ranks = ranks.all, ranks
+        if fill is not None:
+            fill.group = self.group
         if model_view.is_compiled(model) and self._shards_parameters():
             raise Error(
                 "[engine] the model was compiled before the engine: at zero.stage 3 its blocks are "
                 "run by the engine, which a compiled model would pass by; compile it after the "
                 "engine is made, or compile the forward of its blocks"
             )
-        blocks = model_view.find_units(model, units)
         parameters = model_view.named_parameters(model)
         self._names = {id(parameter): name for name, parameter in reversed(parameters)}
         self._engine = _C.Engine(
@@ -76,6 +92,7 @@ class Engine:
             ranks.all,
             ranks.shard,
             ranks.replica,
+            fill,
         )
         self._whole = 0  # scopes of gathered() that are open
         undo = contextlib.ExitStack()

@@ -15,6 +15,7 @@ from poise import (
     banner,
     evaluation,
     foreign,
+    meta,
     model_choice,
     model_view,
     prediction,
@@ -195,7 +196,8 @@ class Trainer:
 
     def _take(self, model: nn.Module) -> None:
 
-        self.model = model.to(self.args.device)
+        # One without memory gets it from the engine, on the device of the group.
+        self.model = model if meta.is_meta(model) else model.to(self.args.device)
         self._call = ModelCall(model, self._compute_loss_func, self._shift_labels)
         self._loss_of: Callable[[Any], Loss] = self._call
         if self.args.loss_chunk_tokens > 0:

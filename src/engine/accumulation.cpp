@@ -52,16 +52,4 @@ void Engine::Impl::follow(zero::MicroBatch position) {
   units->end_micro_batch();
 }
 
-// [Note: stale tasks] A backward that throws leaves its unrun tasks, and the gradients in them, in
-// this thread's autograd queue until something pops them. A node made in a new thread has the
-// lowest sequence number, so its backward runs last and pops all of them.
-void engine::drain_autograd_queue() {
-  at::Tensor output;
-  std::thread([&] {
-    at::AutoGradMode grad_on(true);
-    output = at::ones({1}).requires_grad_().mul(1);
-  }).join();
-  torch::autograd::backward({output}, {});
-}
-
 }  // namespace poise
