@@ -95,7 +95,7 @@ class Engine:
             fill,
         )
         self._whole = 0  # scopes of gathered() that are open
-        undo = contextlib.ExitStack()
+        undo = self._undo = contextlib.ExitStack()
         self._recompute(blocks, undo)
         self._shard(blocks, undo)
         weakref.finalize(self, undo.close).atexit = False
@@ -197,6 +197,20 @@ class Engine:
         finally:
             self._whole -= 1
             scope.close()
+
+    def give_back(self) -> None:
+        """Makes the model whole and its own again; all ranks. The engine is of no more use then.
+
+        Needed where parameters are sharded (zero.stage 3) and the model outlives the engine: what is
+        left of it otherwise are shards that go with the engine.
+        """
+        if self._shards_parameters():
+            with self.gathered():
+                values = [(p, p.detach().clone()) for p in self.model.parameters()]
+            for parameter, value in values:
+                parameter.data = value
+        self._undo.close()
+        self._engine = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state_dict with whole tensors, as copies; all ranks."""

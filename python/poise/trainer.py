@@ -124,7 +124,9 @@ class Trainer:
             args,
             trainer_data.splits_over(self.train_dataset, args),
         )
-        self.engine = None  # the memory of an earlier run goes first
+        if self.engine is not None:  # the memory of an earlier run goes first
+            self.engine.give_back()
+            self.engine = None
         if self._model_init is not None:
             self._take(model_choice.made(self._model_init, args.seed))
         seed_everything(args.seed + self._group.rank)  # dropout differs from rank to rank

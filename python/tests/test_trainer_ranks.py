@@ -65,6 +65,12 @@ def test_the_first_rank_alone_writes(ranks):
     assert of_ranks[1]["stage 3"]["level"] == of_ranks[0]["stage 3"]["level"]
 
 
+def test_a_second_run_goes_on_from_the_first(ranks):
+    for of_rank in ranks[0]:
+        replicated, sharded = of_rank["twice"]
+        assert replicated == sharded and sharded[0] != sharded[1]
+
+
 def test_one_rank_may_ask_for_the_end(ranks):
     assert [of_rank["stopped"]["step"] for of_rank in ranks[0]] == [2, 2]
 

@@ -130,12 +130,23 @@ def trained(folder, stage, stops=None, **changes):
     }
 
 
+def twice(folder, stage):
+    """A second train() goes on from the values of the first."""
+    args = arguments(folder, zero_stage=stage, **{**SETTINGS, "max_steps": 2})
+    trainer = poise.Trainer(tiny(seed=0), args, train_dataset=Rows(SAMPLES))
+    trainer.train()
+    between = digest(trainer.engine.state_dict())
+    trainer.train()
+    return [between, digest(trainer.engine.state_dict())]
+
+
 def runs(folder):
     values = {"before": evaluated(folder)}
     values["backend"] = dist.get_backend()
     for stage in range(4):
         values[f"stage {stage}"] = trained(folder / f"stage{stage}", stage)
     values["kept"] = trained(folder / "kept", 3, zero_keep_gathered=True)
+    values["twice"] = [twice(folder / f"twice{stage}", stage) for stage in (2, 3)]
     values["stopped"] = trained(folder / "stopped", 1, stops=1)
     values["shown"] = trained(folder / "shown", 2, disable_tqdm=None, max_steps=1)["step"]
     values["own sampler"] = own_sampler(folder / "own")
