@@ -176,7 +176,8 @@ std::vector<Key<Config>> make_keys() {
           "stage 3: parameters of fewer elements stay whole; 0: none"),
       key(POISE_FIELD(zero.gradient_dtype),
           enumeration<DType>({{"fp32", DType::fp32}, {"bf16", DType::bf16}}),
-          "type of gradients on their way between ranks; summed in fp32 on the CPU, in the type by NCCL"),
+          "type of gradients on their way between ranks; summed in fp32 on the CPU, in the type by "
+          "NCCL"),
       key(POISE_FIELD(zero.keep_gathered),
           enumeration<KeepGathered>({{"no", KeepGathered::no}, {"window", KeepGathered::window}}),
           "stage 3: parameters are whole while their unit needs them, or once gathered until the "

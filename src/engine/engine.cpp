@@ -18,8 +18,7 @@ Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<com
                const Materialize& materialize)
     : Engine(model, config, comm::Ranks{std::move(group), {}, {}}, materialize) {}
 Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks,
-               const Materialize& materialize)
-{
+               const Materialize& materialize) {
   const auto told = ranks;
   try {
     impl_ = std::make_unique<Impl>(model, config, std::move(ranks), materialize);
