@@ -101,6 +101,23 @@ def test_half_precision_rows_are_not_held_to_the_fp32_bounds():
     assert findings([outcome(), other, outcome(half, [1.0, 2.0])]).problems == []
 
 
+def sharded(*held):
+    """A row on one rank and those of stages 1, 2, ... on two, with MiB of states in each."""
+    rows = [Row("plain", "cpp")]
+    rows += [Row(f"stage {n}", "cpp", ranks=2, stage=n) for n in range(1, len(held))]
+    return [
+        outcome(row, accounts={"optimizer": mib << 20, "activations": 5 << 20})
+        for row, mib in zip(rows, held, strict=True)
+    ]
+
+
+def test_a_stage_that_shards_nothing_is_a_problem():
+    found = findings(sharded(16, 12, 9, 8))
+    assert found.problems == []
+    assert "16.0 MiB on one rank and, on each of 2, 12.0 MiB at stage 1, 9.0" in found.words[-1]
+    assert "9.0 MiB at stage 3" in findings(sharded(16, 12, 9, 9)).problems[0]
+
+
 # The rows.
 
 
@@ -108,7 +125,7 @@ def test_every_row_trains_the_same_number_of_samples():
     for size in (FULL, QUICK):
         for row in all_rows():
             batch = run_settings(row, size, Path("c"), Path("o"), 1 << 20)["batch"]
-            assert batch["micro_batch_size"] * batch["accumulation"] == size.samples
+            assert batch["micro_batch_size"] * batch["accumulation"] * row.ranks == size.samples
     assert FULL.tokens == 2048
 
 
@@ -195,6 +212,24 @@ def test_errors_are_found_on_stderr():
     assert launch.error_in("") == ""
 
 
+def test_a_row_of_two_ranks_gets_its_error_from_the_one_that_failed(tmp_path, monkeypatch):
+    """Rank 1 fails at once; rank 0 would wait for it."""
+    script = (
+        "import os, sys, time\n"
+        "assert os.environ['WORLD_SIZE'] == '2' and int(os.environ['MASTER_PORT']) > 0\n"
+        "assert int(os.environ['OMP_NUM_THREADS']) >= 1\n"
+        "if os.environ['RANK'] == '1': sys.exit('error: [comm] no network')\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(launch, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "train_command", lambda: [sys.executable, "-c", script])
+    row = Row("2 ranks", "cpp", 4, ranks=2, stage=1)
+    entry = launch.run_row(row, QUICK, tmp_path / "c", tmp_path, 0, lambda outcome: None)
+    assert "[comm] no network" in entry.error
+    assert "--nproc-per-node 2" in entry.command
+    assert summary([entry])["rows"][0]["ranks"] == 2
+
+
 def test_table_says_what_failed():
     misfit = outcome(
         Row("plain", "cpp", budgeted=True), [], budget_bytes=1 << 20, peak_bytes=None,
@@ -278,7 +313,9 @@ def fake_run_row(differing):
     def run(row, size, text, out, budget, on_progress):
         losses = [] if row.kind == "misfit" else [5.0 - 0.1 * i for i in range(row.updates(size))]
         peak = (40 << 20) // row.accumulation
-        entry = outcome(row, losses, peak_bytes=peak, accounts={"activations": peak})
+        states = (4 - row.stage) << 19
+        accounts = {"activations": peak - states, "optimizer": states}
+        entry = outcome(row, losses, peak_bytes=peak, accounts=accounts)
         entry.error = "out of memory: ..." if row.kind == "misfit" else None
         entry.budget_bytes = budget if row.budgeted else 0
         if row.name == differing:

@@ -20,7 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="poise demo",
         description="Trains a small byte-level GPT in several ways (micro-batch, recomputation, "
-        "precision, a memory budget), checks that they are the same training, and writes "
+        "precision, a memory budget, two ranks), checks that they are the same training, and writes "
         "report.html, summary.json and the runs' metrics. About four minutes on two cores.",
     )
     parser.add_argument(

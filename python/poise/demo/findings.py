@@ -26,6 +26,7 @@ def findings(outcomes: Sequence[Outcome]) -> Findings:
     _budget(outcomes, found)
     _memory(outcomes, found)
     _half(outcomes, found)
+    _sharding(outcomes, found)
     return found
 
 
@@ -60,7 +61,7 @@ def _budget(outcomes: Sequence[Outcome], found: Findings) -> None:
 
 
 def _memory(outcomes: Sequence[Outcome], found: Findings) -> None:
-    measured = [entry for entry in fp32_curves(outcomes) if entry.accounts]
+    measured = [e for e in fp32_curves(outcomes) if e.accounts and e.row.ranks == 1]
     if len(measured) < 2:
         return
     plain, least = measured[0], min(measured, key=lambda entry: entry.peak_bytes)
@@ -70,6 +71,28 @@ def _memory(outcomes: Sequence[Outcome], found: Findings) -> None:
         f"{least.peak_bytes / MIB:.1f} MiB ({least.row.title}); activations alone from "
         f"{activations[0]:.1f} to {activations[1]:.1f} MiB."
     )
+
+
+def _states(entry: Outcome) -> float:
+    """MiB that a rank holds whatever the batch."""
+    kept = ("parameters", "gradients", "optimizer")
+    return sum(entry.accounts.get(name, 0) for name in kept) / MIB
+
+
+def _sharding(outcomes: Sequence[Outcome], found: Findings) -> None:
+    measured = [entry for entry in fp32_curves(outcomes) if entry.accounts and not entry.error]
+    whole = next((_states(entry) for entry in measured if entry.row.ranks == 1), None)
+    sharded = [entry for entry in measured if entry.row.ranks > 1]
+    if whole is None or not sharded:
+        return
+    each = ", ".join(f"{_states(entry):.1f} MiB at stage {entry.row.stage}" for entry in sharded)
+    sentence = (
+        f"Parameters, gradients and optimizer states take {whole:.1f} MiB on one rank and, on each "
+        f"of {sharded[0].row.ranks}, {each}."
+    )
+    held = [whole, *(_states(entry) for entry in sharded)]  # in order of stages
+    falls = all(after < before for before, after in zip(held, held[1:], strict=False))
+    (found.words if falls else found.problems).append(sentence)
 
 
 def _half(outcomes: Sequence[Outcome], found: Findings) -> None:

@@ -1,11 +1,13 @@
-"""Runs a row in a process of its own, so that no row's memory is in another's books."""
+"""Runs a row in processes of its own, one for each rank: no row's memory is in another's books."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from poise.demo.outcome import Outcome, outcome_of
 from poise.demo.rows import Row, Size, run_settings
 
 POLL_SECONDS = 0.2
+NOTICE_SECONDS = 20.0  # in which a group ends after one of its ranks has
 PACKAGE_FOLDER = Path(poise.__file__).parent.parent  # not resolved: the staged one, not its links
 
 
@@ -59,23 +62,72 @@ def run_row(
     program = train_command() if row.language == "cpp" else [sys.executable, "-m", "poise.demo.row"]
     command = [*program, str(settings)]
     metrics = folder / "metrics.jsonl"
-
-    with open(folder / "stdout.txt", "wb") as stdout, open(folder / "stderr.txt", "wb") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=_environment())
-        try:
-            while process.poll() is None:
-                on_progress(outcome_of(row, size, budget, metrics))
-                time.sleep(POLL_SECONDS)
-        finally:
-            _end(process)
+    with contextlib.ExitStack() as stack:
+        ranks = _start(command, row.ranks, folder, stack)
+        waits_until = None  # ranks notice a lost one by themselves
+        while None in [rank.poll() for rank in ranks]:
+            on_progress(outcome_of(row, size, budget, metrics))
+            if waits_until is None and any(rank.returncode for rank in ranks):
+                waits_until = time.monotonic() + NOTICE_SECONDS
+            if waits_until is not None and time.monotonic() > waits_until:
+                break
+            time.sleep(POLL_SECONDS)
     outcome = outcome_of(row, size, budget, metrics)
-    outcome.command = shlex.join(command)
-    if process.returncode != 0:
-        text = (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
-        outcome.error = outcome.error or error_in(text)
-        outcome.error = outcome.error or f"ended with status {process.returncode} and no message"
+    outcome.command = shlex.join([*_launcher(row.ranks), *command])
+    failed = [number for number, rank in enumerate(ranks) if rank.returncode != 0]
+    if failed:
+        texts = [_stderr(folder, number).read_text("utf-8", "replace") for number in failed]
+        outcome.error = outcome.error or next((e for e in map(error_in, texts) if e), None)
+        status = ranks[failed[0]].returncode
+        outcome.error = outcome.error or f"ended with status {status} and no message"
     on_progress(outcome)
     return outcome
+
+
+def _launcher(ranks: int) -> list[str]:
+    """What starts a row's ranks from a shell."""
+    if ranks == 1:
+        return []
+    start = ["-m", "torch.distributed.run", "--standalone", "--no-python"]
+    return [sys.executable, *start, "--nproc-per-node", str(ranks)]
+
+
+def _start(
+    command: list[str], ranks: int, folder: Path, stack: contextlib.ExitStack
+) -> list[subprocess.Popen]:
+    """A process for each rank, as _launcher would start them but without its seconds; the end of
+    `stack` ends them."""
+    of_group = _group_environment(ranks) if ranks > 1 else {}
+    processes = []
+    for rank in range(ranks):
+        stdout = stack.enter_context(open(folder / f"stdout{_suffix(rank)}.txt", "wb"))
+        stderr = stack.enter_context(open(_stderr(folder, rank), "wb"))
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        process = subprocess.Popen(
+            command,
+            stdout=stdout,
+            stderr=stderr,
+            env={**_environment(ranks), **of_group, **of_rank},
+        )
+        stack.callback(_end, process)
+        processes.append(process)
+    return processes
+
+
+def _suffix(rank: int) -> str:
+    return f"_rank{rank}" if rank > 0 else ""
+
+
+def _stderr(folder: Path, rank: int) -> Path:
+    return folder / f"stderr{_suffix(rank)}.txt"
+
+
+def _group_environment(ranks: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def error_in(stderr: str) -> str:
@@ -88,8 +140,8 @@ def error_in(stderr: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _environment() -> dict[str, str]:
-    """This package first, the same number of threads in every row, and no GPU.
+def _environment(ranks: int) -> dict[str, str]:
+    """This package first, the same number of threads in every row (the ranks share them), no GPU.
 
     The rows are sized for CPUs, and a budget holds on every one of them alike.
     """
@@ -97,7 +149,7 @@ def _environment() -> dict[str, str]:
     paths = [str(PACKAGE_FOLDER), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["OMP_NUM_THREADS"] = str(machine.threads())
+    environment["OMP_NUM_THREADS"] = str(max(1, machine.threads() // ranks))
     return environment
 
 

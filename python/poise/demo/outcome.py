@@ -26,7 +26,7 @@ class Outcome:
     budget_bytes: int = 0  # 0: none
     losses: list[float] = dataclasses.field(default_factory=list)
     update_seconds: list[float] = dataclasses.field(default_factory=list)
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # of the first rank; the others hold as much
     accounts: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak
     loss_scales: list[float] = dataclasses.field(default_factory=list)
     skipped: int = 0
@@ -98,7 +98,7 @@ def budget_from(outcomes: Sequence[Outcome]) -> int:
     fp32 = [
         entry
         for entry in fp32_curves(outcomes)
-        if entry.peak_bytes and not entry.error and not entry.budget_bytes
+        if entry.peak_bytes and not entry.error and not entry.budget_bytes and entry.row.ranks == 1
     ]
     plain = [entry.peak_bytes for entry in fp32 if entry.row.accumulation == 1]
     if not plain:
@@ -120,8 +120,8 @@ def _summary_row(outcome: Outcome) -> dict[str, Any]:
     return {
         "name": row.name,
         "language": row.language,
-        "ranks": 1,
-        "stage": 0,
+        "ranks": row.ranks,
+        "stage": row.stage,
         "precision": row.precision,
         "micro_batch": outcome.micro_batch,
         "accumulation": row.accumulation,

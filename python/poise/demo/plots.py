@@ -67,7 +67,7 @@ def _losses(plt, outcomes: Sequence[Outcome]):
         updates = range(1, len(entry.losses) + 1)
         look = {
             "color": COLOURS[i % len(COLOURS)],
-            "linestyle": DASHES[i % len(DASHES)],
+            "linestyle": DASHES[(i + i // len(COLOURS)) % len(DASHES)],
             "linewidth": 3.5 if i == 0 else 1.6,
             "alpha": 0.35 if i == 0 else 1,
         }

@@ -31,9 +31,9 @@ pre { background: #f5f5f5; padding: 0.8rem; overflow-x: auto; white-space: pre-w
 CAPTIONS = {
     "losses.png": "Rows of one length, and the 16-bit rows, which stop after a few updates. Below: "
     "how far each fp32 row is from the first, and what is allowed.",
-    "memory.png": "What was held at the moment of the highest total. Accumulation shrinks the "
+    "memory.png": "What a rank held at the moment of its highest total. Accumulation shrinks the "
     "activations of a micro-batch, recomputing keeps only what blocks hand on, the chunked loss "
-    "never holds all logits; parameters, gradients and optimizer states stay.",
+    "never holds all logits; parameters, gradients and optimizer states stay, unless ranks share them.",
     "times.png": "Accumulation and recomputing save memory, not time. CPUs without 16-bit matrix "
     "instructions are slow in bf16 and fp16; GPUs are not.",
 }

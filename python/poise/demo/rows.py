@@ -58,6 +58,8 @@ class Row:
     half_parameters: bool = False  # 16-bit parameters with fp32 masters, not fp32 under autocast
     checkpointing: str = "none"
     loss_chunk_tokens: int = 0
+    ranks: int = 1
+    stage: int = 0  # of ZeRO: 1 optimizer states sharded, 2 gradients too, 3 parameters too
     kind: str = "parity"  # half (16-bit, few updates), misfit (must not fit), long (trains on)
     budgeted: bool = False
 
@@ -71,7 +73,7 @@ class Row:
         return f"{self.name} ({'C++' if self.language == 'cpp' else 'Python'})"
 
     def micro_batch(self, size: Size) -> int:
-        return size.samples // self.accumulation
+        return size.samples // (self.accumulation * self.ranks)
 
     def updates(self, size: Size) -> int:
         if self.kind == "half":
@@ -101,6 +103,10 @@ def all_rows() -> list[Row]:
         Row("plain big batch, budget", "cpp", kind="misfit", budgeted=True),
         Row("everything in fp32, budget", "cpp", **lean),
         Row("everything with bf16, budget", "cpp", half_parameters=True, **lean, **bf16),
+        *(
+            Row(f"2 ranks, stage {n} + accumulation 4", "cpp", 4, ranks=2, stage=n)
+            for n in (1, 2, 3)
+        ),
         Row("accumulation 4, longer", "cpp", 4, kind="long"),
     ]
 
@@ -111,6 +117,8 @@ def quick_rows() -> list[Row]:
         ("plain big batch", "python"),
         ("accumulation 8", "cpp"),
         ("accumulation 16", "cpp"),
+        ("2 ranks, stage 1 + accumulation 4", "cpp"),
+        ("2 ranks, stage 2 + accumulation 4", "cpp"),
     }
     return [row for row in all_rows() if (row.name, row.language) not in left_out]
 
@@ -151,6 +159,7 @@ def run_settings(row: Row, size: Size, corpus: Path, folder: Path, budget: int) 
             "total_updates": schedule_updates,
         },
         "checkpointing": {"policy": row.checkpointing},
+        "zero": {"stage": row.stage},
         "memory": {"budget_bytes": budget if row.budgeted else 0},
         "engine": {"seed": 1},
         "model": {

@@ -10,6 +10,8 @@ HEADINGS = (
     "row",
     "language",
     "micro-batch x accumulation",
+    "ranks",
+    "stage",
     "precision",
     "recomputed",
     "budget MiB",
@@ -43,6 +45,8 @@ def cells(outcome: Outcome) -> list[str]:
         row.name,
         "C++" if row.language == "cpp" else "Python",
         f"{outcome.micro_batch} x {row.accumulation}",
+        str(row.ranks),
+        str(row.stage) if row.ranks > 1 else NOTHING,
         row.precision,
         {"none": "no", "every_n": "every block"}.get(row.checkpointing, row.checkpointing),
         _mib(outcome.budget_bytes or None),
@@ -71,7 +75,8 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
     lines = [_line(head, widths), "  ".join("-" * width for width in widths)]
     lines += [_line(line, widths) for line in body]
     lines.append(
-        "(batch: micro-batch x accumulation; budget, peak, activ.: MiB; val: validation loss)"
+        "(batch: micro-batch x accumulation, on each rank; stage: of ZeRO; budget, peak, activ.: MiB, "
+        "of one rank; val: validation loss)"
     )
     return "\n".join(lines)
 
