@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from poise import _C, cli, run_file
+from rank_processes import by_torchrun
 from terminal import environment, run_in_terminal
 
 SHAPE = {"layers": 2, "width": 16, "heads": 2, "sequence_length": 16}
@@ -302,6 +303,13 @@ def test_bad_settings_are_named(folder, capsys, changes, words, place):
     assert train(folder, settings(IMPORTED), *changes) == 1
     error = capsys.readouterr().err
     assert words in error and place in error
+
+
+def test_ranks_are_refused_rather_than_trained_apart(folder, capsys, monkeypatch):
+    for name, value in by_torchrun(0, 2, 12345).items():
+        monkeypatch.setenv(name, value)
+    assert train(folder, settings(IMPORTED)) == 1
+    assert "started on 2 ranks, which this command does not split over" in capsys.readouterr().err
 
 
 def test_a_bad_section_is_named_with_the_file(folder, capsys):
