@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "cli/doctor.h"
+#include "cli/plan.h"
 #include "cli/train.h"
 #include "poise/cli.h"
 #include "poise/config.h"
@@ -23,7 +24,39 @@ struct Arguments {
   bool json = false;
   bool reference = false;
   std::string print;
+  PlanArguments plan;
 };
+
+void describe_plan(CLI::App& app, PlanArguments& arguments) {
+  auto* plan = app.add_subcommand(
+      "plan",
+      "Say what a run will hold and how long it will take; find the fastest plan that fits");
+  auto* file = plan->add_option("file", arguments.file, "run.json of the built-in model");
+  auto* model = plan->add_option("--model", arguments.model,
+                                 "known name (a wrong one lists them), or a JSON file with layers, "
+                                 "width, heads, ffn, vocabulary and, where they differ from a "
+                                 "Llama's, kv_heads, head_width, mlp, tied, biases, positions");
+  plan->add_option("--gpus", arguments.gpus, "count and device, 8 to a node: 8xH100-80GB");
+  const auto size = CLI::Range(std::int64_t{1}, std::int64_t{1} << 31);
+  auto* sequence = plan->add_option("--seq", arguments.sequence, "tokens of a sequence");
+  auto* batch = plan->add_option("--global-batch", arguments.global_batch,
+                                 "sequences of an update on all ranks together; always kept");
+  for (auto* option : {sequence, batch}) option->check(size)->excludes(file);
+  plan->add_option("--micro-batch", arguments.micro_batch, "fixed, instead of searched")
+      ->check(size);
+  plan->add_option("--memory", arguments.memory, "budget of each rank, instead of the device's");
+  plan->add_option("--precision", arguments.precision,
+                   "bf16 (16-bit parameters, fp32 masters), bf16-autocast or fp32; default bf16")
+      ->check(CLI::IsMember({"bf16", "bf16-autocast", "fp32"}))
+      ->excludes(file);
+  plan->add_flag("--json", arguments.json, "everything as JSON");
+  model->excludes(file);
+  plan->footer(
+      "Examples:\n"
+      "  poise plan --model llama-3-8b --gpus 8xH100-80GB --seq 8192 --global-batch 512\n"
+      "  poise plan run.json --memory 200MiB\n"
+      "The exit code is 1 where the plan does not fit.");
+}
 
 void describe(CLI::App& app, Arguments& arguments) {
   app.set_version_flag("--version", version_line());
@@ -37,6 +70,8 @@ void describe(CLI::App& app, Arguments& arguments) {
       ->allow_extra_args(false)
       ->take_all();
   train->add_flag("--json", arguments.json, "JSON lines instead of text on standard output");
+
+  describe_plan(app, arguments.plan);
 
   auto* config = app.add_subcommand("config", "Show settings");
   auto* reference =
@@ -54,6 +89,14 @@ int dispatch(const CLI::App& app, const Arguments& arguments) {
   if (app.got_subcommand("train")) {
     const auto config = Config::from_json_file(arguments.file, arguments.settings);
     return train(config, arguments.json ? Output::json : Output::text);
+  }
+  if (app.got_subcommand("plan")) {
+    if (arguments.plan.file.empty() && arguments.plan.model.empty()) {
+      std::cerr << "poise: error: plan needs a file or --model; run with --help for more "
+                   "information\n";
+      return kUsage;
+    }
+    return plan(arguments.plan, std::cout);
   }
   if (app.got_subcommand("doctor")) {
     doctor(std::cout);

@@ -27,7 +27,10 @@ TEST(Run, WrongArgumentsGiveTwo) {
                                                     {"train", "a", "b"},
                                                     {"train", "a", "--sett", "b"},
                                                     {"config", "--reference", "--print", "a"},
-                                                    {"train", "a", "--set"}}) {
+                                                    {"train", "a", "--set"},
+                                                    {"plan"},
+                                                    {"plan", "a", "--model", "gpt2"},
+                                                    {"plan", "--model", "gpt2", "--seq", "0"}}) {
     const auto outcome = command(arguments);
     EXPECT_EQ(outcome.code, 2) << ::testing::PrintToString(arguments);
     EXPECT_FALSE(outcome.err.empty());
@@ -42,8 +45,37 @@ TEST(Run, FlagsAreFrozen) {
   EXPECT_THAT(help.out, AllOf(HasSubstr("--set"), HasSubstr("--json"), HasSubstr("run.json")));
   EXPECT_THAT(command({"config", "--help"}).out,
               AllOf(HasSubstr("--reference"), HasSubstr("--print")));
-  EXPECT_THAT(command({"--help"}).out,
-              AllOf(HasSubstr("train"), HasSubstr("config"), HasSubstr("doctor")));
+  EXPECT_THAT(command({"--help"}).out, AllOf(HasSubstr("train"), HasSubstr("plan"),
+                                             HasSubstr("config"), HasSubstr("doctor")));
+  EXPECT_THAT(command({"plan", "--help"}).out,
+              AllOf(HasSubstr("--model"), HasSubstr("--gpus"), HasSubstr("--seq"),
+                    HasSubstr("--global-batch"), HasSubstr("--micro-batch"), HasSubstr("--memory"),
+                    HasSubstr("--precision"), HasSubstr("--json")));
+}
+
+TEST(Run, PlanAnswersNamesAndRefuses) {
+  const std::vector<std::string> llama{"plan",   "--model",        "llama-3.2-1b",
+                                       "--gpus", "8xA100-40GB",    "--seq",
+                                       "2048",   "--global-batch", "64"};
+  const auto with = [&](std::vector<std::string> more) {
+    auto arguments = llama;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return command(arguments);
+  };
+  EXPECT_EQ(with({}).code, 0);
+  EXPECT_THAT(with({}).out, AllOf(HasSubstr("The fastest plan that fits"), HasSubstr("optimizer"),
+                                  HasSubstr("<- chosen"), HasSubstr("micro_batch_size")));
+  const auto small = with({"--memory", "1GiB"});
+  EXPECT_EQ(small.code, 1);
+  EXPECT_THAT(small.out,
+              AllOf(HasSubstr("No plan fits into 1.00 GiB"), HasSubstr("with --memory")));
+  EXPECT_THAT(with({"--json"}).out, HasSubstr("\"fits\": true"));
+  EXPECT_THAT(with({"--micro-batch", "3"}).err, HasSubstr("these do: 1, 2, 4, 8"));
+  EXPECT_THAT(command({"plan", "--model", "lama", "--gpus", "1xL4-24GB", "--seq", "8",
+                       "--global-batch", "1"})
+                  .err,
+              HasSubstr("llama-3-8b"));
+  EXPECT_THAT(command({"plan", "--model", "gpt2"}).err, HasSubstr("also needs --gpus"));
 }
 
 TEST(Run, ConfigPrintsTheReferenceAndFiles) {

@@ -9,11 +9,22 @@ from sources import cpp_files, includes, resolve
 
 # Room -> the rooms whose headers it may include besides its own, config's and the base (errors, log,
 # export, interrupt, names of accounts). Arrows go one way; rooms of the middle row are strangers.
-_BELOW_ENGINE = {"data", "checkpointing", "zero", "optim", "precision", "memory", "comm", "core"}
+_BELOW_ENGINE = {
+    "data",
+    "checkpointing",
+    "zero",
+    "optim",
+    "precision",
+    "memory",
+    "comm",
+    "core",
+    "plan",
+}
 ARROWS = {
     "base": set(),
     "kernels": set(),
     "config": set(),
+    "plan": set(),
     "core": set(),
     "memory": {"core"},
     "comm": {"core", "kernels"},
@@ -37,7 +48,7 @@ DOORS = {
 }
 BASE = {"error.h", "export.h", "log.h", "interrupt.h", "memory_accounts.h", "version.h"}
 FURTHER_DOORS = {"stream.h": "core"}  # a room with two doors
-TORCH_FREE = ("base", "config", "kernels")
+TORCH_FREE = ("base", "config", "kernels", "plan")
 TORCH = ("ATen/", "torch/", "c10/", "caffe2/")
 
 

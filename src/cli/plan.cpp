@@ -1,0 +1,178 @@
+// Arguments to a job of the planner.
+#include "cli/plan.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "cli/plan_page.h"
+#include "poise/checkpointing.h"
+#include "poise/error.h"
+#include "poise/memory.h"
+#include "poise/plan.h"
+
+namespace poise::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+void read_size(const Json& value, const std::string& key, std::int64_t& out) {
+  if (!value.is_number_integer() || value.get<std::int64_t>() < 0) {
+    fail("plan", key, " is ", value.dump(), "; allowed: a whole number");
+  }
+  out = value.get<std::int64_t>();
+}
+
+void read_flag(const Json& value, const std::string& key, bool& out) {
+  if (!value.is_boolean()) fail("plan", key, " is ", value.dump(), "; allowed: true or false");
+  out = value.get<bool>();
+}
+
+void read_key(plan::Transformer& model, const std::string& key, const Json& value) {
+  const std::pair<const char*, std::int64_t*> sizes[] = {
+      {"layers", &model.layers},         {"width", &model.width},           {"heads", &model.heads},
+      {"kv_heads", &model.kv_heads},     {"head_width", &model.head_width}, {"ffn", &model.ffn},
+      {"vocabulary", &model.vocabulary}, {"positions", &model.positions}};
+  for (const auto& [name, place] : sizes) {
+    if (key == name) return read_size(value, key, *place);
+  }
+  if (key == "tied") return read_flag(value, key, model.tied);
+  if (key == "biases") return read_flag(value, key, model.biases);
+  if (key == "name" && value.is_string()) {
+    model.name = value.get<std::string>();
+    return;
+  }
+  if (key == "mlp" && (value == "gelu" || value == "gated")) {
+    model.mlp = value == "gelu" ? plan::Mlp::gelu : plan::Mlp::gated;
+    return;
+  }
+  fail("plan", "\"", key, "\": ", value.dump(),
+       " is no part of a model; the keys are name, layers, width, heads, kv_heads, head_width, "
+       "ffn, vocabulary, positions (whole numbers), tied, biases (true or false) and mlp (\"gelu\" "
+       "or \"gated\")");
+}
+
+plan::Transformer described(const std::string& path, std::ifstream& file) {
+  const auto document = Json::parse(file, nullptr, /*allow_exceptions=*/false, true);
+  if (!document.is_object()) {
+    fail("plan", path,
+         " holds no JSON object; describe a model as {\"layers\": 32, \"width\": "
+         "4096, \"heads\": 32, \"ffn\": 14336, \"vocabulary\": 128256}");
+  }
+  plan::Transformer model;
+  model.name = path;
+  for (const auto& [key, value] : document.items()) read_key(model, key, value);
+  plan::check(model);
+  return model;
+}
+
+plan::Transformer model_of(const std::string& name) {
+  if (name.find('.') != std::string::npos || name.find('/') != std::string::npos) {
+    std::ifstream file(name);
+    if (file) return described(name, file);
+  }
+  return plan::known_transformer(name);
+}
+
+config::PrecisionPolicy precision_of(const std::string& name) {
+  config::PrecisionPolicy precision;
+  if (name == "fp32") return precision;
+  precision.dtype = config::DType::bf16;
+  if (name != "bf16-autocast") precision.parameters = config::DType::bf16;
+  return precision;
+}
+
+std::int64_t bytes_of(const std::string& text) {
+  return text.empty() ? 0 : memory::parse_bytes(text);
+}
+
+plan::Job described_job(const PlanArguments& a) {
+  if (a.gpus.empty() || a.sequence == 0 || a.global_batch == 0) {
+    fail("plan",
+         "--model also needs --gpus, --seq and --global-batch, for example: poise plan "
+         "--model llama-3-8b --gpus 8xH100-80GB --seq 8192 --global-batch 512");
+  }
+  plan::Job job;
+  job.model = model_of(a.model);
+  job.machine = plan::read_machine(a.gpus);
+  job.sequence = a.sequence;
+  job.global_batch = a.global_batch;
+  job.micro_batch = a.micro_batch;
+  job.precision = precision_of(a.precision);
+  job.budget = bytes_of(a.memory);
+  return job;
+}
+
+// What the file itself says, before anything is searched.
+plan::Plan as_written(const Config& config, const plan::Job& job) {
+  plan::Plan written;
+  auto& choice = written.choice;
+  choice.ranks = job.machine.ranks;
+  choice.micro_batch = config.batch.micro_batch_size;
+  choice.accumulation = config::accumulation(config.batch, choice.ranks);
+  choice.stage = static_cast<int>(config.zero.stage);
+  choice.reduces_every = config::reduces_every_micro_batch(config.zero);
+  choice.keep_gathered = config.zero.keep_gathered == config::KeepGathered::window;
+  choice.overlap = config.zero.overlap;
+  choice.gradient_dtype = config.zero.gradient_dtype;
+  choice.loss_chunk_tokens = config.model.loss_chunk_tokens;
+  std::vector<std::string> names;
+  for (std::int64_t i = 0; i < job.model.layers; ++i) names.push_back(join("blocks.", i));
+  choice.recomputed = checkpointing::recomputed_units(config.checkpointing, names);
+  choice.recompute = config.checkpointing.policy == "selective" ? plan::Recompute::selective
+                                                                : plan::Recompute::whole;
+  const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
+  const auto chain =
+      plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
+                  config.precision, job.machine.device.place, at::get_num_threads());
+  written.memory = plan::memory(chain, choice, widths);
+  written.time = plan::time(chain, choice, widths, config.precision, job.machine,
+                            choice.micro_batch * job.sequence);
+  return written;
+}
+
+int plan_file(const PlanArguments& a, std::ostream& out) {
+  const auto config = Config::from_json_file(a.file);
+  if (config.model.builtin != "byte_gpt") {
+    fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
+  }
+  plan::Job job;
+  job.machine = plan::read_machine(a.gpus.empty() ? "1xCPU" : a.gpus);
+  job.model = plan::byte_gpt(config.model);
+  job.sequence = config.model.sequence_length;
+  job.precision = config.precision;
+  job.optimizer = config.optimizer;
+  job.micro_batch = a.micro_batch;
+  job.budget = a.memory.empty() ? config.memory.budget_bytes : bytes_of(a.memory);
+  const auto ranks = job.machine.ranks;
+  job.global_batch =
+      config.batch.micro_batch_size * config::accumulation(config.batch, ranks) * ranks;
+  const auto written = as_written(config, job);
+  const bool searched = job.budget > 0;
+  const auto answer = searched ? plan::search(job) : plan::Answer{};
+  const bool fits = !searched || written.memory.highest() <= job.budget;
+  if (a.json) {
+    out << page_json(job, searched ? &answer : nullptr, &written) << '\n';
+  } else {
+    print_page(out, job, searched ? &answer : nullptr, &written);
+  }
+  return fits ? 0 : 1;
+}
+
+}  // namespace
+
+int plan(const PlanArguments& a, std::ostream& out) {
+  if (!a.file.empty()) return plan_file(a, out);
+  const auto job = described_job(a);
+  const auto answer = plan::search(job);
+  if (a.json) {
+    out << page_json(job, &answer, nullptr) << '\n';
+  } else {
+    print_page(out, job, &answer, nullptr);
+  }
+  return answer.fits ? 0 : 1;
+}
+
+}  // namespace poise::cli

@@ -1,0 +1,223 @@
+// Tables and sentences; the same figures as JSON.
+#include "cli/plan_page.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <ostream>
+
+#include "poise/error.h"
+#include "poise/memory.h"
+
+namespace poise::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using plan::Plan;
+
+constexpr double kGib = 1024.0 * 1024 * 1024;
+
+template <class... Values>
+std::string text(const char* format, Values... values) {
+  char buffer[256];
+  std::snprintf(buffer, sizeof buffer, format, values...);
+  return buffer;
+}
+
+std::string duration(double seconds) {
+  return seconds >= 1 ? text("%.2f s", seconds) : text("%.2f ms", 1e3 * seconds);
+}
+
+std::string recomputed(const plan::Choice& choice) {
+  const auto count = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
+  if (count == 0) return "none";
+  return join(count, " of ", choice.recomputed.size(),
+              choice.recompute == plan::Recompute::selective ? " selectively" : "");
+}
+
+double tokens_per_second(const plan::Job& job, const Plan& plan) {
+  return static_cast<double>(job.global_batch * job.sequence) / plan.time.total / plan.choice.ranks;
+}
+
+void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
+  const auto& c = plan.choice;
+  const auto& m = plan.memory;
+  const auto& t = plan.time;
+  out << "  micro-batch " << c.micro_batch << " x accumulation " << c.accumulation << " x ranks "
+      << c.ranks << '\n';
+  out << "  recomputed blocks: " << recomputed(c) << "; logits: "
+      << (c.loss_chunk_tokens > 0 ? join("by chunks of ", c.loss_chunk_tokens, " tokens")
+                                  : std::string("whole"));
+  if (c.ranks > 1) {
+    out << "; ZeRO stage " << c.stage
+        << (c.keep_gathered ? ", parameters kept for the window" : "");
+  }
+  out << "\n\n  account              held          at the peak\n";
+  for (std::size_t i = 0; i < m.at_peak.size(); ++i) {
+    if (m.at_peak[i] == 0 && m.held[i] == 0) continue;
+    out << text("  %-14s %14s %14s\n", memory::name_of(static_cast<memory::Account>(i)),
+                memory::format_bytes(m.held[i]).c_str(),
+                memory::format_bytes(m.at_peak[i]).c_str());
+  }
+  out << text("  %-14s %14s %14s   in the %s\n", "all",
+              memory::format_bytes(plan::total(m.held)).c_str(),
+              memory::format_bytes(m.peak).c_str(), m.moment.c_str());
+  if (m.build > m.peak) {
+    out << "  while the engine is built, the user's model beside it: "
+        << memory::format_bytes(m.build) << '\n';
+  }
+  out << "\n  " << duration(t.total) << " an update (" << text("%.0f", tokens_per_second(job, plan))
+      << " tokens/s on each): forward " << duration(t.forward) << ", backward "
+      << duration(t.backward) << ", recomputation " << duration(t.recompute)
+      << ", collectives that nothing hides " << duration(t.exposed) << ", optimizer "
+      << duration(t.update) << '\n';
+}
+
+void print_row(std::ostream& out, const Plan& plan, const char* mark) {
+  const auto& c = plan.choice;
+  out << text(
+      "  %11s %12s %6lld %6d%s %18s %8s  %s\n", duration(plan.time.total).c_str(),
+      memory::format_bytes(plan.memory.highest()).c_str(), static_cast<long long>(c.micro_batch),
+      c.stage, c.keep_gathered ? "k" : " ", recomputed(c).c_str(),
+      c.loss_chunk_tokens > 0 ? std::to_string(c.loss_chunk_tokens).c_str() : "whole", mark);
+}
+
+// At most `count` of the front: its ends, the best plan and its neighbours, evenly between.
+std::vector<std::size_t> chosen_rows(const std::vector<Plan>& front, std::int64_t budget) {
+  constexpr std::size_t kRows = 10;
+  std::vector<std::size_t> rows;
+  const auto best = static_cast<std::size_t>(
+      std::find_if(front.begin(), front.end(),
+                   [&](const Plan& plan) { return plan.memory.highest() <= budget; }) -
+      front.begin());
+  for (std::size_t i = 0; i < front.size(); ++i) {
+    const bool near = i + 1 >= best && i <= best + 1;
+    const bool even = i == 0 || i + 1 == front.size() ||
+                      i * kRows / front.size() != (i - 1) * kRows / front.size();
+    if (near || even) rows.push_back(i);
+  }
+  return rows;
+}
+
+void print_front(std::ostream& out, const plan::Answer& answer) {
+  out << "\nTime against memory (no plan is both faster and smaller):\n"
+         "    an update         peak  micro  stage          recomputed   logits\n";
+  bool marked = false;
+  for (const auto i : chosen_rows(answer.front, answer.budget)) {
+    const auto& plan = answer.front[i];
+    const bool fits = plan.memory.highest() <= answer.budget;
+    print_row(out, plan, fits && !marked ? "<- chosen" : fits ? "" : "does not fit");
+    marked = marked || fits;
+  }
+}
+
+void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& answer) {
+  if (!answer.fits) {
+    const auto floor = answer.best.memory.highest();
+    out << "\nNo plan fits into " << memory::format_bytes(answer.budget) << ". The smallest needs "
+        << memory::format_bytes(floor) << ", most of it " << answer.dominated_by
+        << "; with --memory "
+        << text("%.2fGiB", std::ceil(100.0 * static_cast<double>(floor) / kGib) / 100)
+        << " or more ranks it would be this one:\n";
+  } else {
+    out << "\nThe fastest plan that fits:\n";
+  }
+  print_plan(out, job, answer.best);
+  print_front(out, answer);
+  if (answer.has_runner_up) {
+    const auto& other = answer.runner_up;
+    out << "\nNext best: micro-batch " << other.choice.micro_batch << ", stage "
+        << other.choice.stage << (other.choice.keep_gathered ? " (parameters kept)" : "")
+        << ", recomputed " << recomputed(other.choice) << ": " << duration(other.time.total)
+        << ", slower by " << answer.why << ".\n";
+  }
+  out << "\nIn a run.json: " << plan::settings(answer.best.choice) << '\n';
+}
+
+}  // namespace
+
+void print_page(std::ostream& out, const plan::Job& job, const plan::Answer* answer,
+                const Plan* written) {
+  const auto& device = job.machine.device;
+  out << job.model.name << ", " << text("%.4g", static_cast<double>(parameters(job.model)) / 1e6)
+      << " M parameters, on " << job.machine.ranks << " x " << device.name << "; "
+      << job.global_batch << " sequences of " << job.sequence << " tokens an update\n";
+  if (answer != nullptr) {
+    out << "budget of each: " << memory::format_bytes(answer->budget);
+    if (job.budget == 0) {
+      out << " (" << memory::format_bytes(device.memory) << " less "
+          << memory::format_bytes(plan::reserve(device)) << " for its context and fragmentation)";
+    }
+    out << '\n';
+  }
+  if (written != nullptr) {
+    const bool fits = answer == nullptr || written->memory.highest() <= answer->budget;
+    out << "\nAs the file says" << (fits ? "" : " (does not fit)") << ":\n";
+    print_plan(out, job, *written);
+  }
+  if (answer != nullptr) print_answer(out, job, *answer);
+  out << "\nBytes follow from the operations; times from "
+      << (device.place == plan::Place::cpu ? "a guess, for no CPU was measured"
+                                           : "data sheets and an estimated share of them")
+      << " (docs/planner.md).\n";
+}
+
+namespace {
+
+Json accounts(const plan::Accounts& bytes) {
+  Json out = Json::object();
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    out[memory::name_of(static_cast<memory::Account>(i))] = bytes[i];
+  }
+  return out;
+}
+
+Json plan_json(const plan::Job& job, const Plan& plan) {
+  const auto& c = plan.choice;
+  const auto& t = plan.time;
+  return {{"micro_batch_size", c.micro_batch},
+          {"accumulation", c.accumulation},
+          {"ranks", c.ranks},
+          {"stage", c.stage},
+          {"keep_gathered", c.keep_gathered},
+          {"recomputed_blocks", std::count(c.recomputed.begin(), c.recomputed.end(), true)},
+          {"selective", c.recompute == plan::Recompute::selective},
+          {"loss_chunk_tokens", c.loss_chunk_tokens},
+          {"peak_bytes", plan.memory.peak},
+          {"peak_moment", plan.memory.moment},
+          {"build_bytes", plan.memory.build},
+          {"held", accounts(plan.memory.held)},
+          {"at_peak", accounts(plan.memory.at_peak)},
+          {"seconds",
+           {{"update", t.total},
+            {"forward", t.forward},
+            {"backward", t.backward},
+            {"recompute", t.recompute},
+            {"exposed_collectives", t.exposed},
+            {"optimizer", t.update}}},
+          {"tokens_per_second_per_rank", tokens_per_second(job, plan)}};
+}
+
+}  // namespace
+
+std::string page_json(const plan::Job& job, const plan::Answer* answer, const Plan* written) {
+  Json out{{"model", job.model.name},           {"parameters", parameters(job.model)},
+           {"device", job.machine.device.name}, {"ranks", job.machine.ranks},
+           {"sequence", job.sequence},          {"global_batch", job.global_batch}};
+  if (written != nullptr) out["as_written"] = plan_json(job, *written);
+  if (answer == nullptr) return out.dump(2);
+  out["budget_bytes"] = answer->budget;
+  out["fits"] = answer->fits;
+  out[answer->fits ? "best" : "smallest"] = plan_json(job, answer->best);
+  if (!answer->fits) out["dominated_by"] = answer->dominated_by;
+  if (answer->has_runner_up) {
+    out["runner_up"] = plan_json(job, answer->runner_up);
+    out["runner_up"]["slower_by"] = answer->why;
+  }
+  for (const auto& plan : answer->front) out["front"].push_back(plan_json(job, plan));
+  out["settings"] = Json::parse(plan::settings(answer->best.choice));
+  return out.dump(2);
+}
+
+}  // namespace poise::cli

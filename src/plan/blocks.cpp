@@ -1,0 +1,224 @@
+// Operation by operation: what is taken, what is kept for backward, what is given back. Gradients
+// of weights live from the operation that makes them until the hook of their accumulator took them.
+#include "plan/blocks.h"
+
+#include <algorithm>
+
+#include "plan/tape.h"
+
+namespace poise::plan {
+namespace {
+
+// Scratch of torch's CPU flash attention, per thread: scores of a tile and its running rows.
+std::int64_t attention_scratch(const Sizes& s, bool backward) {
+  if (s.place == Place::gpu) return 0;
+  const std::int64_t rows = s.sequence >= 768 ? 256 : s.sequence >= 192 ? 64 : 32;
+  const auto query = std::min(s.sequence, rows), keys = std::min<std::int64_t>(s.sequence, 512);
+  const auto head = s.query / s.heads;
+  if (backward) return 4 * s.threads * 2 * query * keys;
+  return 4 * s.threads * (query * keys + 2 * query + query * head);
+}
+
+// The sizes of a GELU block's tensors.
+struct Gelu {
+  std::int64_t x, qkv, ffn, stats, lse, w_qkv, w_proj, w_mlp, vector;
+  explicit Gelu(const Sizes& s)
+      : x(s.tokens * s.width * s.e),
+        qkv(3 * x),
+        ffn(s.tokens * s.ffn * s.e),
+        stats(2 * s.tokens * 4),
+        lse(s.tokens * s.heads * 4),
+        w_qkv(3 * s.width * s.width * s.weight_e),
+        w_proj(s.width * s.width * s.weight_e),
+        w_mlp(s.width * s.ffn * s.weight_e),
+        vector(s.width * s.weight_e) {}
+  // Input, two norms' outputs and statistics, qkv, attention, the residual, both halves of the MLP.
+  std::int64_t saved() const { return 2 * x + qkv + lse + 3 * x + 2 * stats + 2 * ffn; }
+};
+
+// Forward that keeps what backward needs. Ends with the input of the next link beside it.
+void forward(Tape& t, const Gelu& g, const Sizes& s) {
+  t.take(g.x + g.stats).take(g.qkv);  // norm, qkv
+  t.take(g.x + g.lse).pass(attention_scratch(s, false));
+  t.take(g.x).take(g.x).give(g.x);                // projection, residual
+  t.take(g.x + g.stats).take(g.ffn).take(g.ffn);  // norm, first half, GELU
+}
+
+// From everything saved and the gradient of the output to the gradient of the input.
+void backward(Tape& t, const Gelu& g, const Sizes& s) {
+  t.take(g.ffn).take(g.w_mlp).give(g.ffn).take(g.vector).give(g.w_mlp + g.vector);
+  t.take(g.ffn).give(2 * g.ffn);  // GELU: gradient in, what was saved and gradient
+  t.take(g.x).take(g.w_mlp).give(g.x).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
+  t.take(g.x + 2 * g.vector).give(g.x + g.stats).give(2 * g.vector).give(g.x).give(g.x);
+  t.take(g.x).take(g.w_proj).give(g.w_proj);  // projection
+  t.take(3 * g.x).pass(attention_scratch(s, true)).give(g.lse + g.qkv + g.x).give(g.x);
+  t.take(g.qkv).give(g.x);  // each of q, k and v into a whole gradient
+  t.take(g.qkv).give(g.qkv).give(g.x);
+  t.take(g.qkv).give(g.qkv).give(g.x);
+  t.take(g.qkv).give(g.qkv);  // laid out as qkv was
+  t.take(g.x).take(g.w_qkv).give(g.x).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
+  t.take(g.x + 2 * g.vector).give(2 * g.vector).give(g.x + g.stats);
+}
+
+// Nothing is kept: temporaries go when their caller does.
+std::int64_t bare_forward_peak(const Gelu& g, const Sizes& s) {
+  Tape t(g.x);
+  t.take(g.x + g.stats).give(g.stats).take(g.qkv).take(g.x + g.lse);
+  t.pass(attention_scratch(s, false)).give(g.lse).take(g.x).give(g.qkv + 2 * g.x);
+  t.take(g.x).give(g.x);
+  t.take(g.x).take(g.ffn).give(g.x).take(g.ffn).give(g.ffn).take(g.x).give(g.ffn);
+  t.take(g.x);
+  return t.peak();
+}
+
+// Selective: outputs of the linear layers and of attention stay, with the input.
+std::int64_t marked(const Gelu& g) { return g.x + g.qkv + g.x + g.lse + 2 * g.x + g.ffn; }
+
+}  // namespace
+
+Pass gelu_block(const Sizes& s, Recompute mode) {
+  const Gelu g(s);
+  Pass pass;
+  if (mode == Recompute::none) {
+    Tape f(g.x);
+    forward(f, g, s);
+    f.take(g.x).take(g.x);  // second half, residual
+    pass.saved = g.saved();
+    pass.forward_peak = f.peak();
+    Tape b(g.saved() + g.x);
+    backward(b, g, s);
+    pass.backward_peak = b.peak();
+    return pass;
+  }
+  const auto kept = mode == Recompute::selective ? marked(g) : g.x;
+  pass.saved = kept;
+  pass.forward_peak = bare_forward_peak(g, s) + kept - g.x;
+  // What is recomputed is not allocated twice where it stayed.
+  Tape b(g.x + kept);
+  Tape again(g.x + g.x);
+  forward(again, g, s);
+  backward(again, g, s);
+  const auto twice = mode == Recompute::selective ? g.x : 0;  // outputs that no backward reads
+  b.take(std::max<std::int64_t>(0, again.peak() - b.now()) + twice);
+  pass.backward_peak = b.peak();
+  return pass;
+}
+
+namespace {
+
+struct Gated {
+  std::int64_t x, norm, norm_kept, q, kv, ffn, lse, w_qo, w_mlp;
+  explicit Gated(const Sizes& s)
+      : x(s.tokens * s.width * s.e),
+        // In fp32 (x and x times the root), in the model's type (before the weight, after it).
+        norm(s.tokens * s.width * (4 + 4 + 2 * s.e) + 4 * s.tokens),
+        norm_kept(s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x),
+        q(s.tokens * s.query * s.e),
+        kv(s.tokens * s.kv * s.e),
+        ffn(s.tokens * s.ffn * s.e),
+        lse(s.tokens * s.heads * 4),
+        w_qo(s.width * s.query * s.weight_e),
+        w_mlp(s.width * s.ffn * s.weight_e) {}
+  // Two norms; rotated q, k and v; attention's output; gate, its SiLU, up and their product.
+  std::int64_t saved() const { return x + 2 * norm_kept + q + 2 * kv + q + lse + 4 * ffn; }
+};
+
+void forward(Tape& t, const Gated& g) {
+  t.take(g.norm).give(g.norm - g.norm_kept);
+  t.take(g.q + 2 * g.kv).take(g.q + g.kv).give(g.q + g.kv);  // projected, rotated
+  t.take(g.q + g.lse).take(g.x).take(g.x).give(g.x);         // attention, projection, residual
+  t.take(g.norm).give(g.norm - g.norm_kept);
+  t.take(g.ffn).take(g.ffn).take(g.ffn).take(g.ffn);
+}
+
+void backward(Tape& t, const Gated& g) {
+  t.take(g.ffn).take(g.w_mlp).give(g.w_mlp + g.ffn);  // down: its input goes
+  t.take(2 * g.ffn).give(3 * g.ffn);                  // product
+  t.take(g.x).pass(g.w_mlp).give(g.ffn);              // up
+  t.take(g.ffn).give(2 * g.ffn).take(g.x).pass(g.w_mlp).give(g.ffn).give(g.x);  // SiLU, gate
+  t.take(g.norm).give(g.norm).give(g.norm_kept);
+  t.take(g.q).pass(g.w_qo);
+  t.take(g.q + 2 * g.kv).give(2 * g.q + g.lse + g.q + 2 * g.kv - g.q);
+  t.take(g.q + g.kv).give(g.q + g.kv);
+  t.take(g.x).take(g.x).pass(g.w_qo).give(g.x).give(g.q + 2 * g.kv);
+  t.take(g.norm).give(g.norm).give(g.norm_kept);
+}
+
+std::int64_t bare_forward_peak(const Gated& g) {
+  Tape attention(g.x + g.x);
+  attention.pass(g.norm).take(g.x).take(g.q + 2 * g.kv).take(g.q + g.kv).give(g.q + g.kv);
+  attention.take(g.q + g.lse).take(g.x);
+  Tape mlp(g.x + g.x);
+  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).take(g.ffn);
+  return std::max(attention.peak(), mlp.peak());
+}
+
+}  // namespace
+
+Pass gated_block(const Sizes& s, Recompute mode) {
+  const Gated g(s);
+  Pass pass;
+  if (mode == Recompute::none) {
+    Tape f(g.x);
+    forward(f, g);
+    f.take(g.x).take(g.x);
+    pass.saved = g.saved();
+    pass.forward_peak = f.peak();
+    Tape b(g.saved() + g.x);
+    backward(b, g);
+    pass.backward_peak = b.peak();
+    return pass;
+  }
+  // Selective: q, k, v, both outputs of attention, gate and up, what they are projected to.
+  const auto marked = g.x + g.q + 2 * g.kv + g.q + g.lse + 2 * g.x + 2 * g.ffn;
+  const auto kept = mode == Recompute::selective ? marked : g.x;
+  Tape again(g.x + g.x);
+  forward(again, g);
+  backward(again, g);
+  pass.saved = kept;
+  pass.forward_peak = bare_forward_peak(g) + kept - g.x;
+  pass.backward_peak =
+      std::max(again.peak(), kept + g.x) + (mode == Recompute::selective ? 2 * g.x : 0);
+  return pass;
+}
+
+Pass embedding(const Sizes& s, bool positions) {
+  const auto x = s.tokens * s.width * s.e;
+  const auto row = positions ? s.sequence * s.width * s.e : 0;
+  const auto indices = positions ? s.sequence * 8 : 0;
+  const auto table = s.vocabulary * s.width * s.weight_e;
+  Pass pass;
+  pass.saved = indices;
+  pass.forward_peak = indices + x + row + (positions ? x : 0);
+  pass.backward_peak = indices + x + std::max(2 * row, table);
+  return pass;
+}
+
+Pass head(const Sizes& s, bool fused_norm) {
+  const auto x = s.tokens * s.width * s.e;
+  const auto norm_kept =
+      fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x;
+  const auto norm_work = fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (8 + 2 * s.e);
+  const auto table = s.vocabulary * s.width * s.weight_e;
+  const auto logits = s.tokens * s.vocabulary;
+  Pass pass;
+  if (s.chunk > 0) {
+    const auto rows = std::min(s.chunk, s.tokens);
+    const auto part = rows * s.vocabulary * 4;
+    const auto low = s.e == 4 ? 0 : rows * s.vocabulary * s.e;
+    const auto sums = s.vocabulary * s.width * 4;
+    pass.saved = x + norm_kept;
+    pass.forward_peak = x + norm_work + 2 * part + low;
+    pass.backward_peak = pass.saved + x + sums + 2 * part + low + rows * s.width * s.e +
+                         (s.weight_e == 4 ? 0 : table);
+    return pass;
+  }
+  const auto cast = s.e == 4 ? 0 : logits * s.e;  // of the logits to fp32
+  pass.saved = x + norm_kept + 4 * logits;
+  pass.forward_peak = x + norm_kept + 8 * logits + cast;
+  pass.backward_peak =
+      pass.saved + std::max(8 * logits, 4 * logits + cast + x + table) + (s.e == 4 ? 0 : 8);
+  return pass;
+}
+
+}  // namespace poise::plan

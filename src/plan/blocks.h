@@ -1,0 +1,30 @@
+// What one block or head takes, operation by operation.
+#pragma once
+
+#include "poise/plan.h"
+
+namespace poise::plan {
+
+// Sizes that all operations of a model share.
+struct Sizes {
+  std::int64_t tokens = 0;  // micro-batch x sequence
+  std::int64_t sequence = 0;
+  std::int64_t e = 4;         // bytes of an activation
+  std::int64_t weight_e = 4;  // bytes of a weight's gradient as backward makes it
+  std::int64_t width = 0, query = 0, kv = 0, ffn = 0, heads = 0, vocabulary = 0;
+  std::int64_t batch = 0;
+  std::int64_t chunk = 0;  // tokens of the chunked loss head; 0: whole logits
+  int threads = 1;
+  Place place = Place::cpu;
+};
+
+// x + attention(norm(x)), then x + mlp(norm(x)): layer norms, biases, GELU.
+Pass gelu_block(const Sizes& sizes, Recompute mode);
+// The same with RMS norms, rotary positions and a gated MLP, as transformers writes them.
+Pass gated_block(const Sizes& sizes, Recompute mode);
+// Norm, projection to the vocabulary and cross-entropy. `fused_norm`: a layer norm.
+Pass head(const Sizes& sizes, bool fused_norm);
+// Token and learned positions' embeddings.
+Pass embedding(const Sizes& sizes, bool positions);
+
+}  // namespace poise::plan

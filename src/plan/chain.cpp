@@ -1,0 +1,129 @@
+// From a described transformer to its flats and links.
+#include "plan/blocks.h"
+#include "plan/states.h"
+
+#include "poise/error.h"
+
+namespace poise::plan {
+namespace {
+
+std::int64_t padded(std::int64_t elements) {
+  return (elements + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+Sizes sizes_of(const Transformer& m, const Shape& shape, const config::PrecisionPolicy& precision,
+               Place place, int threads) {
+  const auto head = m.head_width > 0 ? m.head_width : m.width / m.heads;
+  Sizes s;
+  s.batch = shape.micro_batch;
+  s.sequence = shape.sequence;
+  s.tokens = shape.micro_batch * shape.sequence;
+  s.e = precision.dtype == config::DType::fp32 ? 4 : 2;
+  s.weight_e = precision.parameters == config::DType::fp32 ? 4 : 2;
+  s.width = m.width;
+  s.query = m.heads * head;
+  s.kv = (m.kv_heads > 0 ? m.kv_heads : m.heads) * head;
+  s.ffn = m.ffn;
+  s.heads = m.heads;
+  s.vocabulary = m.vocabulary;
+  s.chunk = shape.loss_chunk_tokens;
+  s.threads = threads;
+  s.place = place;
+  return s;
+}
+
+struct BlockCount {
+  std::int64_t padded = 0;
+  std::int64_t matrices = 0;
+};
+
+BlockCount count_block(const Transformer& m, const Sizes& s) {
+  std::vector<std::int64_t> matrices, vectors;
+  if (m.biases && s.query == m.width && s.kv == m.width && m.mlp == Mlp::gelu) {
+    matrices = {3 * m.width * m.width, m.width * m.width, m.width * m.ffn, m.ffn * m.width};
+    vectors = {m.width, m.width, 3 * m.width, m.width, m.width, m.width, m.ffn, m.width};
+  } else {
+    matrices = {m.width * s.query, m.width * s.kv, m.width * s.kv, s.query * m.width};
+    for (int i = 0; i < (m.mlp == Mlp::gated ? 3 : 2); ++i) matrices.push_back(m.width * m.ffn);
+    vectors = {m.width, m.width};
+    if (m.biases) {
+      for (const auto v : {m.width, m.width, s.query, s.kv, s.kv, m.width, m.ffn, m.width}) {
+        vectors.push_back(v);
+      }
+      if (m.mlp == Mlp::gated) vectors.push_back(m.ffn);
+    }
+  }
+  BlockCount count;
+  for (const auto n : matrices) count.matrices += n;
+  for (const auto n : matrices) count.padded += padded(n);
+  for (const auto n : vectors) count.padded += padded(n);
+  return count;
+}
+
+std::int64_t count_rest(const Transformer& m) {
+  const auto table = padded(m.vocabulary * m.width);
+  const auto norm = m.head_norm ? (m.biases ? 2 : 1) * padded(m.width) : 0;
+  return (m.tied ? 1 : 2) * table + padded(m.positions * m.width) + norm;
+}
+
+Link block_link(const Transformer& m, const Sizes& s) {
+  Link link;
+  link.block = true;
+  for (const auto mode : {Recompute::none, Recompute::whole, Recompute::selective}) {
+    auto& pass = link.passes[static_cast<std::size_t>(mode)];
+    pass = m.mlp == Mlp::gelu ? gelu_block(s, mode) : gated_block(s, mode);
+  }
+  auto one = m;
+  one.layers = 1;
+  auto none = one;
+  none.vocabulary = 1;
+  link.flops = static_cast<double>(s.batch) *
+               (forward_flops(none, s.sequence) -
+                2.0 * static_cast<double>(m.width) * static_cast<double>(s.sequence));
+  link.passes[static_cast<std::size_t>(Recompute::whole)].again_flops = link.flops;
+  return link;
+}
+
+}  // namespace
+
+Chain chain(const Transformer& m, const Shape& shape, const config::PrecisionPolicy& precision,
+            Place place, int threads) {
+  check(m);
+  if (shape.micro_batch < 1 || shape.sequence < 1) {
+    fail("plan", "a micro-batch of ", shape.micro_batch, " sequences of ", shape.sequence,
+         " tokens; give at least 1 of each");
+  }
+  const auto s = sizes_of(m, shape, precision, place, threads);
+  const auto block = count_block(m, s);
+  const bool casts = precision.dtype != config::DType::fp32 && precision.autocast &&
+                     precision.parameters == config::DType::fp32;
+  Chain chain;
+  Link in;
+  in.name = "the embedding";
+  in.passes.fill(embedding(s, m.positions > 0));
+  chain.links.push_back(in);
+  auto link = block_link(m, s);
+  link.casts = casts ? 2 * block.matrices : 0;
+  for (std::int64_t i = 0; i < m.layers; ++i) {
+    link.name = join("block ", i);
+    link.flat = static_cast<int>(i);
+    chain.flats.push_back({link.name, block.padded});
+    chain.links.push_back(link);
+  }
+  chain.rest = static_cast<int>(m.layers);
+  chain.flats.push_back({"rest", count_rest(m)});
+  Link out;
+  out.name = "the head";
+  out.passes.fill(head(s, m.biases));
+  out.flops = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(m.width) *
+              static_cast<double>(m.vocabulary);
+  if (shape.loss_chunk_tokens > 0) {
+    for (auto& pass : out.passes) pass.again_flops = out.flops;
+  }
+  // The gradient of a tied matrix waits for the embedding's share of it.
+  out.held_gradient = m.tied ? m.vocabulary * m.width * s.weight_e : 0;
+  chain.links.push_back(out);
+  return chain;
+}
+
+}  // namespace poise::plan

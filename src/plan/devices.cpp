@@ -1,0 +1,78 @@
+// Devices by name. Rates are those of the makers' data sheets without sparsity, memory is what
+// drivers report; the reached share of the peak is an estimate.
+#include <charconv>
+
+#include "poise/error.h"
+#include "poise/plan.h"
+
+namespace poise::plan {
+namespace {
+
+constexpr double T = 1e12, G = 1e9;
+
+std::int64_t gib(double value) { return static_cast<std::int64_t>(value * 1024 * 1024 * 1024); }
+
+std::vector<Device> make_all() {
+  //  name, memory, bf16, fp32, memory rate, node rate, network rate, efficiency
+  return {
+      {"B200-180GB", gib(178.4), 2250 * T, 75 * T, 8000 * G, 900 * G, 50 * G, 0.40},
+      {"H200-141GB", gib(139.8), 989 * T, 67 * T, 4800 * G, 450 * G, 50 * G, 0.46},
+      {"H100-96GB", gib(95.0), 989 * T, 67 * T, 2400 * G, 450 * G, 50 * G, 0.44},
+      {"H100-80GB", gib(79.1), 989 * T, 67 * T, 3350 * G, 450 * G, 50 * G, 0.48},
+      {"H800-80GB", gib(79.1), 989 * T, 67 * T, 3350 * G, 200 * G, 50 * G, 0.45},
+      {"A100-80GB", gib(79.2), 312 * T, 19.5 * T, 2039 * G, 300 * G, 25 * G, 0.58},
+      {"A100-40GB", gib(39.4), 312 * T, 19.5 * T, 1555 * G, 300 * G, 25 * G, 0.56},
+      {"A800-80GB", gib(79.2), 312 * T, 19.5 * T, 2039 * G, 200 * G, 25 * G, 0.58},
+      {"V100-32GB", gib(31.7), 125 * T, 15.7 * T, 900 * G, 150 * G, 12.5 * G, 0.45},
+      {"V100-16GB", gib(15.8), 125 * T, 15.7 * T, 900 * G, 150 * G, 12.5 * G, 0.45},
+      {"L40S-48GB", gib(44.5), 362 * T, 91.6 * T, 864 * G, 25 * G, 12.5 * G, 0.45},
+      {"L4-24GB", gib(22.0), 121 * T, 30 * T, 300 * G, 12.5 * G, 6 * G, 0.45},
+      {"A10G-24GB", gib(22.0), 70 * T, 31 * T, 600 * G, 12.5 * G, 6 * G, 0.5},
+      {"RTX-4090-24GB", gib(23.5), 165 * T, 82.6 * T, 1008 * G, 12.5 * G, 3 * G, 0.55},
+      {"RTX-3090-24GB", gib(23.6), 71 * T, 35.6 * T, 936 * G, 12.5 * G, 3 * G, 0.55},
+      // Not one machine: its time is a guess, its bytes are exact.
+      {"CPU", gib(1 << 20), 0.1 * T, 0.1 * T, 20 * G, 5 * G, 1 * G, 0.5, Place::cpu},
+  };
+}
+
+bool is_digits(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+}  // namespace
+
+const std::vector<Device>& known_devices() {
+  static const auto all = make_all();
+  return all;
+}
+
+Device known_device(const std::string& name) {
+  std::string names;
+  for (const auto& device : known_devices()) {
+    if (device.name == name) return device;
+    names += (names.empty() ? "" : ", ") + device.name;
+  }
+  fail("plan", "unknown device \"", name, "\"; known are ", names);
+}
+
+Machine read_machine(const std::string& text) {
+  Machine machine;
+  std::string name = text;
+  const auto times = text.find('x');
+  if (times != std::string::npos && is_digits(text.substr(0, times))) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + times, machine.ranks);
+    if (error != std::errc() || machine.ranks < 1 || machine.ranks > 1 << 20) {
+      fail("plan", "cannot plan for ", text.substr(0, times), " devices; give 1 to ", 1 << 20);
+    }
+    name = text.substr(times + 1);
+  }
+  machine.device = known_device(name);
+  return machine;
+}
+
+std::int64_t reserve(const Device& device) {
+  if (device.place == Place::cpu) return 0;
+  return gib(1.5) + device.memory / 50;  // context and libraries; blocks the allocator cannot join
+}
+
+}  // namespace poise::plan

@@ -1,0 +1,224 @@
+// Every combination that keeps the effective batch, the fastest that fits, and what it beat.
+#include <algorithm>
+#include <optional>
+
+#include "plan/states.h"
+#include "poise/error.h"
+
+namespace poise::plan {
+namespace {
+
+std::vector<std::int64_t> divisors(std::int64_t n) {
+  std::vector<std::int64_t> all;
+  for (std::int64_t d = 1; d * d <= n; ++d) {
+    if (n % d != 0) continue;
+    all.push_back(d);
+    if (d * d != n) all.push_back(n / d);
+  }
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+void check(const Job& job) {
+  const auto ranks = static_cast<std::int64_t>(job.machine.ranks);
+  if (job.sequence < 1 || job.global_batch < 1) {
+    fail("plan", "a sequence of ", job.sequence, " tokens and a global batch of ", job.global_batch,
+         " sequences; give at least 1 of each");
+  }
+  if (job.global_batch % ranks != 0) {
+    const auto below = job.global_batch / ranks * ranks;
+    fail("plan", "a global batch of ", job.global_batch, " over ", ranks,
+         " ranks is no whole number on each; the nearest that are: ",
+         below > 0 ? join(below, " and ") : std::string(), below + ranks);
+  }
+  const auto mine = job.global_batch / ranks;
+  if (job.micro_batch > 0 && mine % job.micro_batch != 0) {
+    std::string allowed;
+    for (const auto d : divisors(mine)) allowed += join(allowed.empty() ? "" : ", ", d);
+    fail("plan", "a micro-batch of ", job.micro_batch, " does not divide the ", mine,
+         " sequences of each rank; these do: ", allowed);
+  }
+}
+
+// Tokens of a chunk of the loss head: about 2^27 logits at a time. 0: whole logits are no more.
+std::int64_t chunk_for(const Job& job, std::int64_t micro_batch) {
+  std::int64_t chunk = 256;
+  while (2 * chunk * job.model.vocabulary <= 1 << 27) chunk *= 2;
+  return chunk < micro_batch * job.sequence ? chunk : 0;
+}
+
+struct Sharding {
+  int stage;
+  bool keep;
+};
+
+class Search {
+ public:
+  explicit Search(const Job& job) : job_(job) {
+    answer_.budget =
+        job.budget > 0 ? job.budget : job.machine.device.memory - reserve(job.machine.device);
+    widths_ = widths(job.precision, job.optimizer);
+    shardings_ = {{0, false}};
+    if (job.machine.ranks > 1)
+      shardings_ = {{0, false}, {1, false}, {2, false}, {3, false}, {3, true}};
+  }
+
+  Answer run() {
+    const auto mine = job_.global_batch / job_.machine.ranks;
+    for (const auto micro_batch : divisors(mine)) {
+      if (job_.micro_batch > 0 && micro_batch != job_.micro_batch) continue;
+      lowest_ = 0;
+      at(micro_batch, mine / micro_batch);
+      // Larger micro-batches only take more; a few beyond the budget show what memory would buy.
+      if (lowest_ > 2 * answer_.budget) break;
+    }
+    settle();
+    return std::move(answer_);
+  }
+
+ private:
+  void at(std::int64_t micro_batch, std::int64_t accumulation) {
+    for (const auto chunk : {std::int64_t{0}, chunk_for(job_, micro_batch)}) {
+      const auto made = chain(job_.model, {micro_batch, job_.sequence, chunk}, job_.precision,
+                              job_.machine.device.place);
+      for (const auto& sharding : shardings_) {
+        Choice choice;
+        choice.micro_batch = micro_batch;
+        choice.accumulation = accumulation;
+        choice.ranks = job_.machine.ranks;
+        choice.stage = sharding.stage;
+        choice.keep_gathered = sharding.keep;
+        choice.reduces_every = sharding.stage >= 2;
+        choice.loss_chunk_tokens = chunk;
+        recomputations(made, std::move(choice));
+      }
+      if (chunk == chunk_for(job_, micro_batch)) break;  // both are 0
+    }
+  }
+
+  void recomputations(const Chain& made, Choice choice) {
+    const auto blocks = static_cast<std::size_t>(job_.model.layers);
+    choice.recomputed.assign(blocks, false);
+    take(made, choice);
+    choice.recompute = Recompute::whole;
+    for (std::size_t n = 0; n < blocks; ++n) {
+      choice.recomputed[n] = true;
+      take(made, choice);
+    }
+    choice.recompute = Recompute::selective;
+    take(made, choice);
+  }
+
+  void take(const Chain& made, const Choice& choice) {
+    Plan plan{choice, memory(made, choice, widths_), {}};
+    plan.time = time(made, choice, widths_, job_.precision, job_.machine,
+                     choice.micro_batch * job_.sequence);
+    const auto need = plan.memory.highest();
+    lowest_ = lowest_ == 0 ? need : std::min(lowest_, need);
+    plans_.push_back(std::move(plan));
+  }
+
+  static bool faster(const Plan& a, const Plan& b) {
+    if (a.time.total != b.time.total) return a.time.total < b.time.total;
+    return a.memory.highest() < b.memory.highest();
+  }
+
+  static bool alike(const Plan& a, const Plan& b) {
+    return a.choice.stage == b.choice.stage && a.choice.micro_batch == b.choice.micro_batch &&
+           a.choice.keep_gathered == b.choice.keep_gathered;
+  }
+
+  void settle() {
+    answer_.candidates = static_cast<int>(plans_.size());
+    std::sort(plans_.begin(), plans_.end(), faster);
+    std::int64_t least = 0;
+    for (const auto& plan : plans_) {
+      const auto need = plan.memory.highest();
+      if (least == 0 || need < least) {
+        least = need;
+        answer_.front.push_back(plan);
+      }
+    }
+    const Plan* best = nullptr;
+    const Plan* next = nullptr;
+    for (const auto& plan : plans_) {
+      if (plan.memory.highest() > answer_.budget) continue;
+      if (best == nullptr) {
+        best = &plan;
+      } else if (next == nullptr && !alike(*best, plan)) {
+        next = &plan;
+      }
+    }
+    answer_.fits = best != nullptr;
+    answer_.best = best != nullptr ? *best : answer_.front.back();
+    if (next != nullptr) {
+      answer_.has_runner_up = true;
+      answer_.runner_up = *next;
+      answer_.why = reason(*next);
+    }
+    if (!answer_.fits) answer_.dominated_by = dominant(answer_.best.memory);
+  }
+
+  // The part of its time by which the runner-up is behind most.
+  std::string reason(const Plan& other) const {
+    const auto& a = answer_.best.time;
+    const auto& b = other.time;
+    const std::pair<const char*, double> parts[] = {
+        {"compute of smaller pieces", b.forward + b.backward - a.forward - a.backward},
+        {"recomputation", b.recompute - a.recompute},
+        {"collectives that nothing hides", b.exposed - a.exposed},
+        {"the optimizer's update", b.update - a.update},
+    };
+    const auto* most = &parts[0];
+    for (const auto& part : parts) {
+      if (part.second > most->second) most = &part;
+    }
+    return most->first;
+  }
+
+  static std::string dominant(const Memory& memory) {
+    if (memory.build > memory.peak) {
+      return "the whole model, which every rank holds while the engine is built";
+    }
+    std::size_t most = 0;
+    for (std::size_t i = 0; i < memory.at_peak.size(); ++i) {
+      if (memory.at_peak[i] > memory.at_peak[most]) most = i;
+    }
+    return poise::memory::name_of(static_cast<poise::memory::Account>(most));
+  }
+
+  const Job& job_;
+  Widths widths_;
+  std::vector<Sharding> shardings_;
+  std::vector<Plan> plans_;
+  std::int64_t lowest_ = 0;
+  Answer answer_;
+};
+
+}  // namespace
+
+Answer search(const Job& job) {
+  check(job);
+  return Search(job).run();
+}
+
+std::string settings(const Choice& choice) {
+  std::string text = join("{\"batch\": {\"micro_batch_size\": ", choice.micro_batch,
+                          ", \"accumulation\": ", choice.accumulation, "}");
+  const auto blocks = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
+  if (blocks > 0) {
+    text += choice.recompute == Recompute::selective
+                ? std::string(", \"checkpointing\": {\"policy\": \"selective\"}")
+                : join(", \"checkpointing\": {\"policy\": \"first_m\", \"n\": ", blocks, "}");
+  }
+  if (choice.ranks > 1) {
+    text += join(", \"zero\": {\"stage\": ", choice.stage,
+                 choice.keep_gathered ? ", \"keep_gathered\": \"window\"}" : "}");
+  }
+  if (choice.loss_chunk_tokens > 0) {
+    text += join(", \"model\": {\"loss_chunk_tokens\": ", choice.loss_chunk_tokens, "}");
+  }
+  return text + "}";
+}
+
+}  // namespace poise::plan

@@ -1,0 +1,64 @@
+// What a rank holds between updates: parameters, masters, moments, accumulators, scratch.
+#include <algorithm>
+#include <numeric>
+
+#include "plan/states.h"
+
+namespace poise::plan {
+namespace {
+
+std::int64_t& of(Accounts& accounts, memory::Account account) {
+  return accounts[static_cast<std::size_t>(account)];
+}
+
+int bytes_of(config::DType dtype) { return dtype == config::DType::fp32 ? 4 : 2; }
+
+}  // namespace
+
+Widths widths(const config::PrecisionPolicy& precision, const config::OptimizerPolicy& optimizer,
+              config::DType gradient_dtype) {
+  Widths w;
+  w.parameter = bytes_of(precision.parameters);
+  w.master = w.parameter == 4 ? 0 : 4;
+  const bool sgd = optimizer.type == "sgd";
+  w.moments = !sgd ? 8 : optimizer.momentum > 0 ? 4 : 0;
+  w.accumulator = precision.fp32_accumulation ? 4 : w.parameter;
+  w.wire = bytes_of(gradient_dtype);
+  return w;
+}
+
+std::int64_t total(const Accounts& accounts) {
+  return std::accumulate(accounts.begin(), accounts.end(), std::int64_t{0});
+}
+
+Split split_of(const Choice& choice) {
+  const int stage = choice.ranks > 1 ? choice.stage : 0;
+  const bool every = choice.ranks > 1 && choice.reduces_every;
+  return {.optimizer = stage >= 1, .gradients = stage >= 2 && every, .parameters = stage >= 3};
+}
+
+std::int64_t shard(std::int64_t elements, int ranks) {
+  const std::int64_t rows = (elements + kAlignment - 1) / kAlignment;
+  return (rows + ranks - 1) / ranks * kAlignment;
+}
+
+std::int64_t whole(std::int64_t elements, int ranks) { return shard(elements, ranks) * ranks; }
+
+Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widths& w) {
+  using memory::Account;
+  const auto split = split_of(choice);
+  Accounts held{};
+  std::int64_t largest = 0;
+  for (const auto& flat : flats) {
+    const auto mine = shard(flat.elements, choice.ranks);
+    const auto all = whole(flat.elements, choice.ranks);
+    of(held, Account::parameters) += w.parameter * (split.parameters ? mine : all);
+    of(held, Account::optimizer) += (w.master + w.moments) * (split.optimizer ? mine : all);
+    of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);
+    largest = std::max(largest, all);
+  }
+  if (choice.ranks > 1) of(held, Account::communication) = 4 * largest;  // scratch of reduces
+  return held;
+}
+
+}  // namespace poise::plan

@@ -1,0 +1,146 @@
+// The composition of a peak, against chains small enough to add up by hand.
+#include <gmock/gmock.h>
+
+#include "poise/error.h"
+#include "poise/plan.h"
+
+namespace poise::plan {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+std::int64_t of(const Accounts& accounts, memory::Account account) {
+  return accounts[static_cast<std::size_t>(account)];
+}
+
+Pass pass(std::int64_t saved, std::int64_t forward, std::int64_t backward) {
+  return {.saved = saved, .forward_peak = forward, .backward_peak = backward};
+}
+
+// Three blocks and a head. Kept, a block saves 100; recomputed, 10.
+Chain toy() {
+  Chain chain;
+  for (int i = 0; i < 3; ++i) {
+    Link link;
+    link.name = join("block ", i);
+    link.flat = i;
+    link.block = true;
+    link.passes = {pass(100, 120, 150), pass(10, 60, 170), pass(40, 80, 180)};
+    chain.links.push_back(link);
+    chain.flats.push_back({link.name, 256 * (i + 1)});
+  }
+  Link head;
+  head.name = "the head";
+  head.passes.fill(pass(30, 70, 90));
+  head.held_gradient = 7;
+  chain.links.push_back(head);
+  chain.flats.push_back({"rest", 512});
+  chain.rest = 3;
+  return chain;
+}
+
+constexpr Widths kFp32{};
+constexpr std::int64_t kElements = 256 + 512 + 768 + 512;
+
+TEST(Memory, OneRankHoldsAllAndThePeakIsWhereTheSumIsHighest) {
+  Choice choice;
+  const auto m = memory(toy(), choice, kFp32);
+  EXPECT_EQ(of(m.held, memory::Account::parameters), 4 * kElements);
+  EXPECT_EQ(of(m.held, memory::Account::optimizer), 8 * kElements);
+  EXPECT_EQ(of(m.held, memory::Account::gradients), 4 * kElements);
+  EXPECT_EQ(of(m.held, memory::Account::communication), 0);
+  // Backward of the head: 3 x 100 + 90. Of the last block: 2 x 100 + 7 + 150.
+  EXPECT_EQ(of(m.at_peak, memory::Account::activations), 390);
+  EXPECT_EQ(m.moment, "backward of the head");
+  EXPECT_EQ(m.peak, 16 * kElements + 390);
+}
+
+TEST(Memory, RecomputedBlocksKeepTheirInput) {
+  Choice choice;
+  choice.recompute = Recompute::whole;
+  choice.recomputed = {true, true, true};
+  const auto m = memory(toy(), choice, kFp32);
+  // The last block's backward: 2 x 10 + 7 + 170.
+  EXPECT_EQ(of(m.at_peak, memory::Account::activations), 197);
+  EXPECT_EQ(m.moment, "backward of block 2");
+  choice.recomputed = {true, false, false};
+  // The head again: 10 + 2 x 100 + 90.
+  EXPECT_EQ(of(memory(toy(), choice, kFp32).at_peak, memory::Account::activations), 300);
+}
+
+TEST(Memory, AutocastsCopiesOfWeightsCountUnlessRecomputed) {
+  auto chain = toy();
+  for (auto& link : chain.links) link.casts = link.block ? 1000 : 0;
+  Choice choice;
+  EXPECT_EQ(of(memory(chain, choice, kFp32).at_peak, memory::Account::activations), 3390);
+  choice.recompute = Recompute::whole;
+  choice.recomputed = {true, true, true};
+  EXPECT_EQ(of(memory(chain, choice, kFp32).at_peak, memory::Account::activations), 1197);
+}
+
+TEST(Memory, StagesSplitWhatTheySay) {
+  Choice choice;
+  choice.ranks = 2;
+  const std::int64_t shards = 256 + 256 + 512 + 256;  // whole rows of 256
+  const std::int64_t wholes = 2 * shards;
+  for (int stage = 0; stage <= 3; ++stage) {
+    choice.stage = stage;
+    choice.reduces_every = stage >= 2;
+    const auto held = memory(toy(), choice, kFp32).held;
+    EXPECT_EQ(of(held, memory::Account::parameters), 4 * (stage >= 3 ? shards : wholes));
+    EXPECT_EQ(of(held, memory::Account::optimizer), 8 * (stage >= 1 ? shards : wholes));
+    EXPECT_EQ(of(held, memory::Account::gradients), 4 * (stage >= 2 ? shards : wholes));
+    EXPECT_EQ(of(held, memory::Account::communication), 4 * 1024);  // scratch of the largest
+  }
+}
+
+TEST(Memory, Stage3GathersTheLinkTheNextAndTheRest) {
+  Choice choice;
+  choice.ranks = 2;
+  choice.stage = 3;
+  choice.reduces_every = true;
+  auto chain = toy();
+  for (auto& link : chain.links) {
+    if (link.block) link.passes[0].backward_peak = 5000;  // the peak is in a block's backward
+  }
+  const auto m = memory(chain, choice, kFp32);
+  EXPECT_EQ(m.moment, "backward of block 2");
+  EXPECT_EQ(of(m.at_peak, memory::Account::gathered), 4 * (512 + 1024 + 512));
+  // Whole gradients of the rest wait, the block's fill; scratch is there anyway.
+  EXPECT_EQ(of(m.at_peak, memory::Account::communication), 4 * 1024 + 4 * (512 + 1024));
+  choice.keep_gathered = true;
+  EXPECT_EQ(of(memory(chain, choice, kFp32).at_peak, memory::Account::gathered),
+            4 * (512 + 512 + 1024 + 512));
+}
+
+TEST(Memory, WidthsFollowThePrecision) {
+  config::PrecisionPolicy precision;
+  config::OptimizerPolicy optimizer;
+  EXPECT_EQ(widths(precision, optimizer).master, 0);
+  precision.dtype = precision.parameters = config::DType::bf16;
+  EXPECT_EQ(widths(precision, optimizer).parameter, 2);
+  EXPECT_EQ(widths(precision, optimizer).master, 4);
+  EXPECT_EQ(widths(precision, optimizer).accumulator, 4);
+  precision.fp32_accumulation = false;
+  EXPECT_EQ(widths(precision, optimizer).accumulator, 2);
+  optimizer.type = "sgd";
+  EXPECT_EQ(widths(precision, optimizer).moments, 0);
+  optimizer.momentum = 0.9;
+  EXPECT_EQ(widths(precision, optimizer).moments, 4);
+}
+
+TEST(Memory, BadModelsAreNamed) {
+  auto model = known_transformer("llama-3-8b");
+  model.heads = 30;
+  EXPECT_THAT([&] { parameters(model); }, ThrowsMessage<Error>(HasSubstr("4096 is no multiple")));
+  model = known_transformer("llama-3-8b");
+  model.layers = 0;
+  EXPECT_THAT([&] { parameters(model); }, ThrowsMessage<Error>(HasSubstr("layers is 0")));
+  EXPECT_THAT([] { known_transformer("lama"); }, ThrowsMessage<Error>(HasSubstr("llama-3-8b")));
+  EXPECT_THAT([] { read_machine("8xH100"); }, ThrowsMessage<Error>(HasSubstr("H100-80GB")));
+  EXPECT_THAT([] { read_machine("0xH100-80GB"); }, ThrowsMessage<Error>(HasSubstr("give 1 to")));
+}
+
+}  // namespace
+}  // namespace poise::plan
