@@ -14,6 +14,15 @@ SMALL = {"layers": 4, "width": 128, "heads": 4, "sequence_length": 128}
 SCALARS = 500  # bytes of the loss, its weight and such, which the planner leaves out
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of small operations wait for each other; the planner asks how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def measured(settings: dict) -> dict:
     model = ByteGPT(**{k: v for k, v in settings["model"].items() if k != "builtin"})
     engine = poise.Engine(model, {k: v for k, v in settings.items() if k != "model"})
