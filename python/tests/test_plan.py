@@ -42,17 +42,19 @@ def predicted(settings: dict, tmp_path, capfd) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "policy"),
+    ("micro_batch", "policy", "chunk"),
     [
-        (1, {"policy": "none"}),
-        (4, {"policy": "none"}),
-        (4, {"policy": "every_n", "n": 1}),
-        (4, {"policy": "every_n", "n": 2}),
+        (1, {"policy": "none"}, 0),
+        (4, {"policy": "none"}, 0),
+        (4, {"policy": "every_n", "n": 1}, 0),
+        (4, {"policy": "every_n", "n": 2}, 0),
+        (8, {"policy": "sqrt"}, 0),
+        (8, {"policy": "every_n", "n": 1}, 64),
     ],
 )
-def test_every_account_of_the_peak_is_as_predicted(micro_batch, policy, tmp_path, capfd):
+def test_every_account_of_the_peak_is_as_predicted(micro_batch, policy, chunk, tmp_path, capfd):
     settings = {
-        "model": {"builtin": "byte_gpt", **SMALL},
+        "model": {"builtin": "byte_gpt", **SMALL, "loss_chunk_tokens": chunk},
         "batch": {"micro_batch_size": micro_batch, "accumulation": 2},
         "checkpointing": policy,
     }
@@ -60,6 +62,24 @@ def test_every_account_of_the_peak_is_as_predicted(micro_batch, policy, tmp_path
     assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], abs=SCALARS)
     for account, held in theirs["at_peak"].items():
         assert ours["at_peak"][account] == pytest.approx(held, abs=SCALARS), account
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"checkpointing": {"policy": "selective"}}, 0.02),
+        ({"precision": {"dtype": "bf16", "parameters": "bf16"}}, 0.01),
+        ({"precision": {"dtype": "bf16"}}, 0.05),  # autocast keeps the residual in fp32
+    ],
+)
+def test_estimates_are_as_far_off_as_the_docs_say(changes, error, tmp_path, capfd):
+    settings = {
+        "model": {"builtin": "byte_gpt", **SMALL},
+        "batch": {"micro_batch_size": 4, "accumulation": 2},
+        **changes,
+    }
+    ours, theirs = predicted(settings, tmp_path, capfd), measured(settings)
+    assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=error)
 
 
 def test_a_budget_is_kept_and_named(tmp_path, capfd):
