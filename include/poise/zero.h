@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "poise/export.h"
@@ -44,5 +45,10 @@ class POISE_API Unit {
   std::weak_ptr<Units> units_;
   int index_ = -1;
 };
+
+// A tensor like another one on `device`, without memory: what reads or writes it throws `message`.
+// Its storage says it holds the bytes that `like` needs; set_data gives it some.
+POISE_API at::Tensor without_memory(const at::Tensor& like, c10::Device device,
+                                    const std::string& message);
 
 }  // namespace poise::zero

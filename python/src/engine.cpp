@@ -58,18 +58,11 @@ EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units
   return EnginePtr(new Engine(view, config, comm::Ranks{all, shard, replica}, make));
 }
 
-// A tensor like another one, on `device`, whose storage has 0 bytes: what reads or writes it throws
-// `message`. It gets memory by set_data.
+// The storage says that it is empty, by which the engine sees that nobody has filled it.
 at::Tensor without_memory(const at::Tensor& like, const at::Device& device,
                           const std::string& message) {
-  auto tensor = at::empty({0}, like.options().device(device).requires_grad(false));
-  const auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), like.nbytes(), c10::DataPtr(nullptr, device), nullptr,
-      /*resizable=*/false));
-  tensor.set_(storage, 0, like.sizes(), like.strides());
-  auto* implementation = storage.unsafeGetStorageImpl();
-  implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  implementation->set_nbytes(0);
+  auto tensor = zero::without_memory(like, device, message);
+  tensor.storage().unsafeGetStorageImpl()->set_nbytes(0);
   return tensor;
 }
 

@@ -13,8 +13,20 @@
 
 #include "core/scalar_type.h"
 #include "poise/log.h"
+#include "poise/zero.h"
 
 namespace poise::zero {
+
+at::Tensor without_memory(const at::Tensor& like, c10::Device device, const std::string& message) {
+  auto tensor = at::empty({0}, like.options().device(device).requires_grad(false));
+  const auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), like.nbytes(), c10::DataPtr(nullptr, device), nullptr,
+      /*resizable=*/false));
+  tensor.set_(storage, 0, like.sizes(), like.strides());
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  return tensor;
+}
+
 namespace {
 
 using memory::Account;
@@ -29,19 +41,12 @@ at::ScalarType kept_type(const ParamTable::Flat& flat, const config::PrecisionPo
   return c10::elementSize(wanted) < c10::elementSize(flat.dtype) ? wanted : flat.dtype;
 }
 
-// A tensor of the parameter's shape without memory: whatever touches it throws its name.
 at::Tensor poison_like(const at::Tensor& parameter, const std::string& name) {
-  const auto options = parameter.options().requires_grad(false);
-  auto poison = at::empty({0}, options);
-  const auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), parameter.nbytes(),
-      c10::DataPtr(nullptr, parameter.device()), nullptr, /*resizable=*/false));
-  poison.set_(storage, 0, parameter.sizes(), parameter.strides());
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+  return without_memory(
+      parameter, parameter.device(),
       join("[zero] parameter '", name,
            "' is sharded over the ranks and not gathered now; run the model through the engine, "
            "its blocks through their units, or use engine.gathered()"));
-  return poison;
 }
 
 void give_memory(const at::Tensor& flat) {
