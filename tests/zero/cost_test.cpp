@@ -42,6 +42,22 @@ struct WideModel {
   static constexpr double kParameters = 1.0 * kBlocks * kWidth * kWidth;
 };
 
+// What this rank sends in a window of k micro-batches, after one that comes first.
+double bytes_of_a_window(const WideModel& model, Engine& engine, int k) {
+  std::vector<at::Tensor> window;
+  for (int i = 0; i < k; ++i) {
+    const auto x = test::normal({4, WideModel::kWidth}, static_cast<std::uint64_t>(i));
+    window.push_back(x.requires_grad_());
+  }
+  const auto loss = [&](const at::Tensor& x) { return Loss(model.loss(x)); };
+  engine.step(window, loss);
+  engine.group().reset_traffic();
+  engine.step(window, loss);
+  double moved = 0;
+  for (const auto bytes : engine.group().traffic().bytes) moved += static_cast<double>(bytes);
+  return moved;
+}
+
 using Params = std::tuple<int, int, bool>;  // stage, ranks, 16-bit parameters with masters
 class Cost : public ::testing::TestWithParam<Params> {};
 
@@ -86,17 +102,7 @@ TEST_P(Cost, TrafficFollowsTheFormula) {
         if (half) config.precision.dtype = config.precision.parameters = config::DType::bf16;
         Engine engine(model.view(), config, group);
         model.bind(engine);
-        std::vector<at::Tensor> window;
-        for (int i = 0; i < k; ++i)
-          window.push_back(
-              test::normal({4, WideModel::kWidth}, static_cast<std::uint64_t>(i)).requires_grad_());
-        const auto loss = [&](const at::Tensor& x) { return Loss(model.loss(x)); };
-        engine.step(window, loss);
-        group->reset_traffic();
-        engine.step(window, loss);
-        const auto traffic = group->traffic();
-        double moved = 0;
-        for (const auto bytes : traffic.bytes) moved += static_cast<double>(bytes);
+        const double moved = bytes_of_a_window(model, engine, k);
         const double e_g = 4, e_p = half ? 2 : 4;
         const double per_parameter = stage == 0   ? 2 * e_g
                                      : stage == 1 ? e_g + e_p
@@ -206,16 +212,7 @@ TEST(Cost, KeptParametersAreGatheredOncePerWindow) {
     config.zero.keep_gathered = config::KeepGathered::window;
     Engine engine(model.view(), config, group);
     model.bind(engine);
-    std::vector<at::Tensor> window;
-    for (int i = 0; i < k; ++i)
-      window.push_back(
-          test::normal({4, WideModel::kWidth}, static_cast<std::uint64_t>(i)).requires_grad_());
-    const auto loss = [&](const at::Tensor& x) { return Loss(model.loss(x)); };
-    engine.step(window, loss);
-    group->reset_traffic();
-    engine.step(window, loss);
-    double moved = 0;
-    for (const auto bytes : group->traffic().bytes) moved += static_cast<double>(bytes);
+    const double moved = bytes_of_a_window(model, engine, k);
     const double expected = WideModel::kParameters * (4 + k * 4) * (ranks - 1) / ranks;
     EXPECT_NEAR(moved, expected, 0.01 * expected);
   });

@@ -10,14 +10,6 @@ namespace {
 using test::GridModel;
 using ::testing::HasSubstr;
 
-config::OptimizerPolicy adamw() {
-  config::OptimizerPolicy policy;
-  policy.lr = 1e-2;
-  policy.weight_decay = 0.1;
-  policy.max_grad_norm = 0.5;
-  return policy;
-}
-
 // Handles of rank r: all four, the pair {2i, 2i + 1}, and the ranks of equal place in the pairs.
 struct Mesh {
   std::vector<std::shared_ptr<comm::Group>> shards[2] = {comm::threads(2), comm::threads(2)};
@@ -38,8 +30,8 @@ TEST_P(Hybrid, TrainsAsTheWorldDoes) {
   std::size_t micro_batches = 0;
   for (const auto count : counts) micro_batches += count;
   run.window = test::equal_windows(static_cast<int>(micro_batches));
-  test::PlainTraining exact(at::kDouble, at::kDouble, adamw()),
-      plain(at::kFloat, at::kFloat, adamw());
+  test::PlainTraining exact(at::kDouble, at::kDouble, test::adamw()),
+      plain(at::kFloat, at::kFloat, test::adamw());
   std::vector<double> losses;
   for (int update = 0; update < 3; ++update) {
     losses.push_back(exact.step(run.window(update), 1e-2));
@@ -54,7 +46,7 @@ TEST_P(Hybrid, TrainsAsTheWorldDoes) {
     at::set_num_threads(1);
     GridModel model;
     Config config;
-    config.optimizer = adamw();
+    config.optimizer = test::adamw();
     config.zero.stage = stage;
     Engine engine(model.view(), config, mesh.of(all));
     model.bind(engine);

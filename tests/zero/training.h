@@ -12,6 +12,14 @@
 
 namespace poise::test {
 
+inline config::OptimizerPolicy adamw() {
+  config::OptimizerPolicy policy;
+  policy.lr = 1e-2;
+  policy.weight_decay = 0.1;
+  policy.max_grad_norm = 0.5;
+  return policy;
+}
+
 struct Training {
   int ranks = 2;
   int updates = 3;

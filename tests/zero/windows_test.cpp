@@ -13,17 +13,9 @@ using test::GridModel;
 using test::Outcome;
 using test::Training;
 
-config::OptimizerPolicy adamw() {
-  config::OptimizerPolicy policy;
-  policy.lr = 1e-2;
-  policy.weight_decay = 0.1;
-  policy.max_grad_norm = 0.5;
-  return policy;
-}
-
 Config config_of(int stage) {
   Config config;
-  config.optimizer = adamw();
+  config.optimizer = test::adamw();
   config.zero.stage = stage;
   return config;
 }
@@ -42,8 +34,8 @@ TEST_P(UnevenWindows, GiveTheTrainingOfTheirMicroBatches) {
                .window = test::equal_windows(micro_batches),
                .counts = counts};
   const auto outcome = test::train(run);
-  test::PlainTraining exact(at::kDouble, at::kDouble, adamw()),
-      plain(at::kFloat, at::kFloat, adamw());
+  test::PlainTraining exact(at::kDouble, at::kDouble, test::adamw()),
+      plain(at::kFloat, at::kFloat, test::adamw());
   for (int update = 0; update < run.updates; ++update) {
     exact.step(run.window(update), 1e-2);
     plain.step(run.window(update), 1e-2);
@@ -159,7 +151,7 @@ TEST_P(Stages, GradientsAreWholeMeansAndMayBeWritten) {
   auto config = config_of(GetParam());
   config.batch.accumulation = 2;
   const auto window = test::equal_windows(4)(0);
-  test::PlainTraining exact(at::kDouble, at::kDouble, adamw());
+  test::PlainTraining exact(at::kDouble, at::kDouble, test::adamw());
   double tokens = 0;
   at::Tensor total = at::zeros({}, at::kDouble);
   for (const auto& batch : window) {
