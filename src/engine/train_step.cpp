@@ -102,7 +102,7 @@ struct Share {
   static constexpr double kNone = -1;
 };
 
-// Stop 8: N, status and norm, the same on all ranks; the window's one host sync.
+// Stop 8: N, status and norm, the same on all ranks; where the host waits for the device.
 void Engine::Impl::sum_up() {
   RECORD_USER_SCOPE("poise::sum_up");
   AccountScope scope(ledger, Account::other);

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from poise import Error
+
 RANKS = 2
 
 
@@ -45,7 +47,7 @@ def _measure(name: str, timeout: float = 900) -> dict:
         for rank in ranks:
             rank.kill()
     if any(codes):
-        raise RuntimeError(f"the ranks of {name} ended with {codes}")
+        raise Error(f"[bench] the ranks of {name} ended with {codes}; what they said is above")
     return json.loads(output.strip().splitlines()[-1])
 
 
