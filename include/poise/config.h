@@ -16,7 +16,7 @@ namespace config {
 enum class DType { fp32, bf16, fp16 };
 
 struct BatchPolicy {
-  std::int64_t micro_batch_size = 1;  // samples of one forward/backward
+  std::int64_t micro_batch_size = 0;  // samples of one forward/backward; 0: open
   std::int64_t accumulation = 0;  // micro-batches of one update on a rank; 0: see accumulation()
   std::int64_t global_batch_size =
       0;  // samples of one update; 0: micro-batch x accumulation x ranks
@@ -79,8 +79,11 @@ struct CheckpointingPolicy {
   std::vector<std::string> units;  // list: names (shell patterns)
 };
 
+enum class OnMisfit { refuse, warn };
+
 struct MemoryPolicy {
-  std::int64_t budget_bytes = 0;  // 0: no limit
+  std::int64_t budget_bytes = 0;          // 0: no limit
+  OnMisfit on_misfit = OnMisfit::refuse;  // what follows where no plan fits the budget
 };
 
 enum class KeepGathered {
@@ -145,6 +148,9 @@ struct TrainPolicy {
   std::vector<std::int64_t> profile_updates;  // [first, last]: a trace of these updates is written
 };
 
+// Samples of one forward/backward: what was given, else 1.
+POISE_API std::int64_t micro_batch_size(const BatchPolicy& batch);
+
 // Micro-batches of one update on each of `ranks`: what was given, else global_batch_size /
 // (micro_batch_size x ranks), else 1. Throws Error where that does not divide or contradicts.
 POISE_API std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks = 1);
@@ -186,6 +192,10 @@ struct POISE_API Config {
   // Throws Error where values contradict each other. from_json calls it; call it for a Config
   // filled by hand.
   void validate() const;
+
+  // Whether the split of the global batch is to be found: memory.budget_bytes and
+  // batch.global_batch_size are given, and neither micro-batch nor accumulation.
+  bool balance_is_open() const;
 
   // Every key with its value, as JSON that from_json reads back.
   std::string to_json() const;

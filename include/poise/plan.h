@@ -196,6 +196,14 @@ struct Job {
   Machine machine;
   std::int64_t budget = 0;       // bytes per rank; 0: the device's memory less `reserve`
   std::int64_t micro_batch = 0;  // 0: searched
+  int threads = 1;               // of CPU operators
+  std::vector<int> stages;       // allowed; empty: all
+  // Fixed instead of searched: which blocks are recomputed; tokens of a chunk of logits.
+  bool searches_recompute = true;
+  Recompute recompute = Recompute::none;
+  std::vector<bool> recomputed;
+  bool searches_chunk = true;
+  std::int64_t loss_chunk_tokens = 0;
 };
 
 struct Plan {
@@ -206,6 +214,7 @@ struct Plan {
 
 struct Answer {
   std::int64_t budget = 0;
+  std::int64_t floor = 0;  // the smallest budget that some plan fits
   bool fits = false;
   Plan best;                // the fastest that fits; where none does the one of least memory
   std::vector<Plan> front;  // no plan is both faster and smaller: fastest first

@@ -44,6 +44,8 @@ def train(file: RunFile, as_json: bool = False) -> int:
             "use poise.Trainer or poise.Engine in a program of your own, or a builtin model"
         )
     settings = settings_of(file.config)
+    batch = settings["batch"]
+    batch["micro_batch_size"] = batch["micro_batch_size"] or 1
     accumulation = _accumulation(settings["batch"])
     with signals_raised(), RunReport(settings, accumulation, as_json) as report:
         run = _Run(file, settings, accumulation, report)

@@ -30,10 +30,11 @@ std::string grouped(std::int64_t number) {
 std::string arithmetic(const Config& config, int ranks) {
   const auto& batch = config.batch;
   const auto accumulation = config::accumulation(batch, ranks);
-  const auto global = batch.micro_batch_size * accumulation * ranks;
-  return join("  micro-batch ", batch.micro_batch_size, " x accumulation ", accumulation,
-              " x ranks ", ranks, " = global batch ", global, ", ",
-              grouped(global * config.model.sequence_length), " tokens an update");
+  const auto micro_batch = config::micro_batch_size(batch);
+  const auto global = micro_batch * accumulation * ranks;
+  return join("  micro-batch ", micro_batch, " x accumulation ", accumulation, " x ranks ", ranks,
+              " = global batch ", global, ", ", grouped(global * config.model.sequence_length),
+              " tokens an update");
 }
 
 std::string parameters(const ModelView& model) {
@@ -65,7 +66,7 @@ std::string attention(const Config& config, c10::Device device) {
 
 std::string length(const Config& config, const data::ByteCorpus& corpus, int ranks) {
   const auto window =
-      config.batch.micro_batch_size * config::accumulation(config.batch, ranks) * ranks;
+      config::micro_batch_size(config.batch) * config::accumulation(config.batch, ranks) * ranks;
   const double epochs = static_cast<double>(config.train.max_updates * window) /
                         static_cast<double>(std::max<std::int64_t>(1, corpus.size()));
   char text[32];

@@ -1,14 +1,12 @@
 // Arguments to a job of the planner.
 #include "cli/plan.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "cli/plan_page.h"
-#include "poise/checkpointing.h"
+#include "cli/run_plan.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 #include "poise/plan.h"
@@ -105,50 +103,11 @@ plan::Job described_job(const PlanArguments& a) {
   return job;
 }
 
-// What the file itself says, before anything is searched.
-plan::Plan as_written(const Config& config, const plan::Job& job) {
-  plan::Plan written;
-  auto& choice = written.choice;
-  choice.ranks = job.machine.ranks;
-  choice.micro_batch = config.batch.micro_batch_size;
-  choice.accumulation = config::accumulation(config.batch, choice.ranks);
-  choice.stage = static_cast<int>(config.zero.stage);
-  choice.reduces_every = config::reduces_every_micro_batch(config.zero);
-  choice.keep_gathered = config.zero.keep_gathered == config::KeepGathered::window;
-  choice.overlap = config.zero.overlap;
-  choice.gradient_dtype = config.zero.gradient_dtype;
-  choice.loss_chunk_tokens = config.model.loss_chunk_tokens;
-  std::vector<std::string> names;
-  for (std::int64_t i = 0; i < job.model.layers; ++i) names.push_back(join("blocks.", i));
-  choice.recomputed = checkpointing::recomputed_units(config.checkpointing, names);
-  choice.recompute = config.checkpointing.policy == "selective" ? plan::Recompute::selective
-                                                                : plan::Recompute::whole;
-  const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
-  const auto chain =
-      plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
-                  config.precision, job.machine.device.place, at::get_num_threads());
-  written.memory = plan::memory(chain, choice, widths);
-  written.time = plan::time(chain, choice, widths, config.precision, job.machine,
-                            choice.micro_batch * job.sequence);
-  return written;
-}
-
 int plan_file(const PlanArguments& a, std::ostream& out) {
   const auto config = Config::from_json_file(a.file);
-  if (config.model.builtin != "byte_gpt") {
-    fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
-  }
-  plan::Job job;
-  job.machine = plan::read_machine(a.gpus.empty() ? "1xCPU" : a.gpus);
-  job.model = plan::byte_gpt(config.model);
-  job.sequence = config.model.sequence_length;
-  job.precision = config.precision;
-  job.optimizer = config.optimizer;
-  job.micro_batch = a.micro_batch;
-  job.budget = a.memory.empty() ? config.memory.budget_bytes : bytes_of(a.memory);
-  const auto ranks = job.machine.ranks;
-  job.global_batch =
-      config.batch.micro_batch_size * config::accumulation(config.batch, ranks) * ranks;
+  auto job = job_of(config, plan::read_machine(a.gpus.empty() ? "1xCPU" : a.gpus));
+  if (!a.memory.empty()) job.budget = bytes_of(a.memory);
+  if (a.micro_batch > 0) job.micro_batch = a.micro_batch;
   const auto written = as_written(config, job);
   const bool searched = job.budget > 0;
   const auto answer = searched ? plan::search(job) : plan::Answer{};

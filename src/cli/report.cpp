@@ -1,6 +1,8 @@
 // The report of a run.
 #include "cli/report.h"
 
+#include "cli/run_plan.h"
+
 #include <unistd.h>
 
 #include <cmath>
@@ -132,6 +134,16 @@ void Report::write_update(const StepResult& result) {
   logged_updates_ = 0;
 }
 
+void Report::compared(const plan::Memory& predicted, std::int64_t peak,
+                      const plan::Accounts& measured) {
+  for (const auto& text : compare(predicted, peak, measured)) line(text);
+  metrics_.write({{"step", updates_},
+                  {"predicted_peak_bytes", predicted.peak},
+                  {"peak_bytes", peak},
+                  {"predicted_accounts", accounts_json(predicted.at_peak)},
+                  {"accounts", accounts_json(measured)}});
+}
+
 void Report::validation(double loss) {
   validation_loss_ = loss;
   line(format("  validation after update %lld: loss %.4f", static_cast<long long>(updates_), loss));
@@ -177,7 +189,7 @@ void Report::finish(const std::optional<std::string>& error,
       {"ranks", ranks_},
       {"stage", config_.zero.stage},
       {"precision", name(config_.precision.dtype)},
-      {"micro_batch", config_.batch.micro_batch_size},
+      {"micro_batch", config::micro_batch_size(config_.batch)},
       {"accumulation", accumulation},
       {"checkpointing", config_.checkpointing.policy},
       {"budget_bytes", config_.memory.budget_bytes},

@@ -12,6 +12,7 @@
 #include "poise/core.h"
 #include "poise/log.h"
 #include "poise/memory.h"
+#include "poise/plan.h"
 
 namespace poise::cli {
 
@@ -24,6 +25,8 @@ class Report {
 
   void banner(const std::vector<std::string>& lines);
   void update(const StepResult& result, double seconds);  // seconds: data and step
+  void compared(const plan::Memory& predicted, std::int64_t peak,
+                const plan::Accounts& measured);  // after the first update
   void validation(double loss);
   void sample(const std::string& prompt, const std::string& text);
   void note(const std::string& line);

@@ -12,6 +12,7 @@
 #include "cli/byte_gpt.h"
 #include "cli/interrupt.h"
 #include "cli/report.h"
+#include "cli/run_plan.h"
 #include "cli/trace.h"
 #include "poise/checkpointing.h"
 #include "poise/comm.h"
@@ -75,7 +76,7 @@ data::WindowLoader open_loader(const Config& config, std::shared_ptr<const data:
   sampler.order = config.data.shuffle ? data::Order::shuffled : data::Order::sequential;
   sampler.tail = data::Tail::next_epoch;  // every update has the banner's number of tokens
   data::WindowOptions window;
-  window.micro_batch_size = config.batch.micro_batch_size;
+  window.micro_batch_size = config::micro_batch_size(config.batch);
   window.accumulation = config::accumulation(config.batch, group.size());
   window.prefetch = config.data.prefetch;
   return {std::move(corpus), sampler, window};
@@ -92,13 +93,22 @@ data::Batch on(c10::Device device, const data::Batch& batch) {
   return {batch.inputs.to(device), batch.targets.to(device)};
 }
 
+Balance balance(const Config& config, const comm::Group& group) {
+  if (!config.balance_is_open()) return {config, {}, {}};
+  if (!group.device().is_cpu()) {
+    fail("plan", "the split of batch.global_batch_size is left open on ", group.device().str(),
+         ": blocks of the built-in model are counted on the CPU only; set batch.micro_batch_size");
+  }
+  return find_balance(config, group.size());
+}
+
 // Everything of one run; the members are made in the order a run needs them.
 class Run {
  public:
   Run(const Config& config, Output output)
-      : config_(config),
-        group_(join_group(config)),
-        report_(config, group_->rank() == 0 ? output : Output::nothing, group_->size()) {}
+      : group_(join_group(config)),
+        balance_(balance(config, *group_)),
+        report_(config_, group_->rank() == 0 ? output : Output::nothing, group_->size()) {}
 
   int go();
 
@@ -110,9 +120,10 @@ class Run {
   void finish();
   std::optional<memory::Snapshot> held() const;
 
-  const Config& config_;
   InterruptScope interrupt_;
   std::shared_ptr<comm::Group> group_;
+  Balance balance_;
+  const Config& config_ = balance_.config;
   Report report_;
   const c10::Device device_ = group_->device();
   Corpora corpora_;
@@ -129,6 +140,7 @@ void Run::set_up() {
   report_.banner(banner(config_, model_view, *corpora_.train,
                         checkpointing::recomputed_units(config_.checkpointing, model_->units()),
                         *group_));
+  report_.banner(balance_.lines);
   engine_ = std::make_unique<Engine>(model_view, config_, group_);
   model_->bind(*engine_);
 }
@@ -152,6 +164,9 @@ void Run::loop() {
     POISE_CHECK(window.has_value());  // epochs have no end here
     const auto result = update(*window);
     report_.update(result, std::chrono::duration<double>(Clock::now() - begin).count());
+    if (number == 1 && !balance_.lines.empty()) {
+      report_.compared(balance_.plan.memory, result.peak_bytes, result.accounts);
+    }
     if (trace.after(number)) report_.note("  trace written to " + trace.path());
     const auto every = config_.train.validate_every;
     if (every > 0 && number % every == 0 && number < config_.train.max_updates) validate();
@@ -164,7 +179,7 @@ void Run::validate() {
   const auto scope = engine_->forward_scope();
   model_->eval();
   double sum = 0, samples = 0;
-  const auto size = corpora_.validation->size(), micro = config_.batch.micro_batch_size;
+  const auto size = corpora_.validation->size(), micro = config::micro_batch_size(config_.batch);
   for (std::int64_t i = 0; i < config_.train.validation_batches && i * micro < size; ++i) {
     interrupt_.check();
     std::vector<std::int64_t> indices;

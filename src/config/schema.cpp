@@ -86,8 +86,10 @@ Kind<std::vector<ParamGroup>> groups() {
 
 std::vector<Key<Config>> make_keys() {
   return {
-      key(POISE_FIELD(batch.micro_batch_size), integer(1, kLargestCount),
-          "samples of one forward and backward"),
+      key(POISE_FIELD(batch.micro_batch_size), integer(0, kLargestCount),
+          "samples of one forward and backward; 0: found by the planner where global_batch_size "
+          "and "
+          "memory.budget_bytes are given and accumulation is not, else 1"),
       key(POISE_FIELD(batch.accumulation), integer(0, kLargestCount),
           "micro-batches of one update on a rank; 0: what global_batch_size asks for, else 1"),
       key(POISE_FIELD(batch.global_batch_size), integer(0),
@@ -161,6 +163,10 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(checkpointing.units), texts(), "list: names of units (* and ? allowed)"),
 
       key(POISE_FIELD(memory.budget_bytes), byte_count(), "the run may not hold more; 0: no limit"),
+      key(POISE_FIELD(memory.on_misfit),
+          enumeration<OnMisfit>({{"refuse", OnMisfit::refuse}, {"warn", OnMisfit::warn}}),
+          "where the planner finds nothing that fits: do not begin, or begin with what needs "
+          "least"),
 
       key(POISE_FIELD(zero.stage), integer(0, 3),
           "what is sharded over ranks; 0: nothing, 1: optimizer states, 2: gradients too, 3: "

@@ -20,7 +20,7 @@ void only_for(bool used, bool given, const char* key, const char* where) {
 void check_batch(const BatchPolicy& batch) {
   if (batch.global_batch_size == 0) return;
   // Ranks are not known here: they may take up what is left, so it must be whole.
-  const auto per_rank = batch.micro_batch_size * std::max<std::int64_t>(batch.accumulation, 1);
+  const auto per_rank = micro_batch_size(batch) * std::max<std::int64_t>(batch.accumulation, 1);
   if (batch.global_batch_size % per_rank != 0) {
     fail("config", "batch.global_batch_size is ", batch.global_batch_size,
          ", which is no multiple of ",
@@ -141,14 +141,18 @@ bool reduces_every_micro_batch(const ZeroPolicy& zero) {
   return zero.reduce == Reduce::every || (zero.reduce == Reduce::automatic && zero.stage >= 2);
 }
 
+std::int64_t micro_batch_size(const BatchPolicy& batch) {
+  return std::max<std::int64_t>(batch.micro_batch_size, 1);
+}
+
 std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks) {
   if (batch.global_batch_size == 0) return std::max<std::int64_t>(batch.accumulation, 1);
-  const auto samples = batch.micro_batch_size * ranks;
+  const auto samples = micro_batch_size(batch) * ranks;
   const auto derived = batch.global_batch_size / samples;
   if (derived * samples != batch.global_batch_size ||
       (batch.accumulation != 0 && batch.accumulation != derived)) {
     fail("config", "batch.global_batch_size ", batch.global_batch_size, " is not micro_batch_size ",
-         batch.micro_batch_size, " x accumulation ",
+         micro_batch_size(batch), " x accumulation ",
          batch.accumulation == 0 ? std::string("(any)") : std::to_string(batch.accumulation),
          " x ranks ", ranks, "; change one of them");
   }
@@ -156,6 +160,11 @@ std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks) {
 }
 
 }  // namespace config
+
+bool Config::balance_is_open() const {
+  return batch.micro_batch_size == 0 && batch.accumulation == 0 && batch.global_batch_size > 0 &&
+         memory.budget_bytes > 0;
+}
 
 void Config::validate() const {
   // Written and read back, so that a Config filled by hand meets the schema's limits too.

@@ -52,6 +52,15 @@ struct Sharding {
   bool keep;
 };
 
+// What the formulas may be short of, as a share of the activations: those of fp32 without selective
+// recomputation are exact on the CPU, the others are not (docs/planner.md has how far off they
+// were).
+double uncertainty(const Job& job, const Plan& plan) {
+  if (job.machine.device.place == Place::gpu) return 0;  // reserve() stands for it
+  if (job.precision.dtype != config::DType::fp32) return 0.08;
+  return plan.choice.recompute == Recompute::selective ? 0.03 : 0;
+}
+
 class Search {
  public:
   explicit Search(const Job& job) : job_(job) {
@@ -61,6 +70,12 @@ class Search {
     shardings_ = {{0, false}};
     if (job.machine.ranks > 1)
       shardings_ = {{0, false}, {1, false}, {2, false}, {3, false}, {3, true}};
+    if (!job.stages.empty()) {
+      std::erase_if(shardings_, [&](const Sharding& one) {
+        return std::find(job.stages.begin(), job.stages.end(), one.stage) == job.stages.end();
+      });
+    }
+    POISE_CHECK(!shardings_.empty());
   }
 
   Answer run() {
@@ -78,9 +93,9 @@ class Search {
 
  private:
   void at(std::int64_t micro_batch, std::int64_t accumulation) {
-    for (const auto chunk : {std::int64_t{0}, chunk_for(job_, micro_batch)}) {
+    for (const auto chunk : chunks(micro_batch)) {
       const auto made = chain(job_.model, {micro_batch, job_.sequence, chunk}, job_.precision,
-                              job_.machine.device.place);
+                              job_.machine.device.place, job_.threads);
       for (const auto& sharding : shardings_) {
         Choice choice;
         choice.micro_batch = micro_batch;
@@ -92,11 +107,21 @@ class Search {
         choice.loss_chunk_tokens = chunk;
         recomputations(made, std::move(choice));
       }
-      if (chunk == chunk_for(job_, micro_batch)) break;  // both are 0
     }
   }
 
+  std::vector<std::int64_t> chunks(std::int64_t micro_batch) const {
+    if (!job_.searches_chunk) return {job_.loss_chunk_tokens};
+    const auto chunk = chunk_for(job_, micro_batch);
+    return chunk == 0 ? std::vector<std::int64_t>{0} : std::vector<std::int64_t>{0, chunk};
+  }
+
   void recomputations(const Chain& made, Choice choice) {
+    if (!job_.searches_recompute) {
+      choice.recompute = job_.recompute;
+      choice.recomputed = job_.recomputed;
+      return take(made, choice);
+    }
     const auto blocks = static_cast<std::size_t>(job_.model.layers);
     choice.recomputed.assign(blocks, false);
     take(made, choice);
@@ -113,9 +138,16 @@ class Search {
     Plan plan{choice, memory(made, choice, widths_), {}};
     plan.time = time(made, choice, widths_, job_.precision, job_.machine,
                      choice.micro_batch * job_.sequence);
-    const auto need = plan.memory.highest();
+    const auto need = needs(plan);
     lowest_ = lowest_ == 0 ? need : std::min(lowest_, need);
     plans_.push_back(std::move(plan));
+  }
+
+  std::int64_t needs(const Plan& plan) const {
+    const auto activations =
+        plan.memory.at_peak[static_cast<std::size_t>(::poise::memory::Account::activations)];
+    const auto beyond = uncertainty(job_, plan) * static_cast<double>(activations);
+    return plan.memory.highest() + static_cast<std::int64_t>(beyond);
   }
 
   static bool faster(const Plan& a, const Plan& b) {
@@ -130,6 +162,10 @@ class Search {
 
   void settle() {
     answer_.candidates = static_cast<int>(plans_.size());
+    for (const auto& plan : plans_) {
+      const auto need = needs(plan);
+      if (answer_.floor == 0 || need < answer_.floor) answer_.floor = need;
+    }
     std::sort(plans_.begin(), plans_.end(), faster);
     std::int64_t least = 0;
     for (const auto& plan : plans_) {
@@ -142,7 +178,7 @@ class Search {
     const Plan* best = nullptr;
     const Plan* next = nullptr;
     for (const auto& plan : plans_) {
-      if (plan.memory.highest() > answer_.budget) continue;
+      if (needs(plan) > answer_.budget) continue;
       if (best == nullptr) {
         best = &plan;
       } else if (next == nullptr && !alike(*best, plan)) {

@@ -115,6 +115,56 @@ TEST_F(Train, TheSplitDoesNotChangeTheTraining) {
   }
 }
 
+// Budget and global batch are all that is given; what was predicted stands beside what was
+// measured.
+TEST_F(Train, TheBalanceIsFoundWithinTheBudget) {
+  const std::vector<std::string> open = {"batch.micro_batch_size=0"};
+  const auto run = [&](std::vector<std::string> settings) {
+    settings.insert(settings.begin(), open.begin(), open.end());
+    const auto outcome = train(settings);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  ASSERT_EQ(train({"batch.micro_batch_size=8"}).code, 0);
+  const auto whole = metrics().back()["losses"].get<std::vector<double>>();
+
+  const auto peak = metrics().back()["peak_bytes"].get<std::int64_t>();
+
+  std::int64_t last_micro_batch = 8;
+  for (const auto budget : {peak, peak * 3 / 4, peak / 2}) {
+    const auto text = run({"memory.budget_bytes=" + std::to_string(budget)});
+    EXPECT_THAT(text, AllOf(HasSubstr("  plan: "), HasSubstr(" predicted, ")));
+    const auto lines = metrics();
+    const auto& compared = lines[1];
+    const auto predicted = compared["predicted_peak_bytes"].get<double>();
+    EXPECT_NEAR(compared["peak_bytes"].get<double>(), predicted, 0.03 * predicted) << budget;
+    const auto& summary = lines.back();
+    EXPECT_LE(summary["peak_bytes"], budget);
+    EXPECT_LE(summary["micro_batch"], last_micro_batch) << budget;
+    last_micro_batch = summary["micro_batch"].get<std::int64_t>();
+    EXPECT_EQ(last_micro_batch * summary["accumulation"].get<std::int64_t>(), 8);
+    const auto losses = summary["losses"].get<std::vector<double>>();
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      EXPECT_NEAR(losses[i], whole[i], 1e-5 * whole[i]) << budget << ' ' << i;
+    }
+    if (budget == peak) {
+      EXPECT_EQ(last_micro_batch, 8);
+    }
+  }
+  EXPECT_LT(last_micro_batch, 8);
+}
+
+TEST_F(Train, ABudgetBelowTheFloorIsRefusedWithTheFloor) {
+  const auto outcome = train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB"});
+  EXPECT_EQ(outcome.code, 1);
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("[plan] no balance fits memory.budget_bytes 100.00 KiB"),
+                                 HasSubstr("KiB, most of it ")));
+  const auto warned =
+      train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB", "memory.on_misfit=warn"});
+  EXPECT_EQ(warned.code, 1);  // it begins, and runs out
+  EXPECT_THAT(warned.err, HasSubstr("The budget is 100.00 KiB"));
+}
+
 TEST_F(Train, JsonGoesToStandardOutput) {
   const auto outcome = train({"train.max_updates=2", "train.sample_bytes=30"}, /*json=*/true);
   ASSERT_EQ(outcome.code, 0) << outcome.err;

@@ -131,13 +131,13 @@ TEST(Read, WrongValuesNameKeyValueAndWhatIsAllowed) {
     const char* value;
     const char* allowed;
   } cases[] = {
-      {R"({"batch": {"micro_batch_size": 0}})", "batch.micro_batch_size is", " 0;",
-       "integer, >= 1"},
+      {R"({"batch": {"micro_batch_size": -1}})", "batch.micro_batch_size is", " -1;",
+       "integer, >= 0"},
       {R"({"batch": {"micro_batch_size": 1.5}})", "batch.micro_batch_size is", " 1.5;", "integer"},
       {R"({"batch": {"micro_batch_size": "4"}})", "batch.micro_batch_size is", " \"4\";",
        "integer"},
       {R"({"batch": {"micro_batch_size": 9223372036854775808}})", "micro_batch_size",
-       "9223372036854775808", ">= 1"},
+       "9223372036854775808", ">= 0"},
       {R"({"batch": {"micro_batch_size": true}})", "batch.micro_batch_size is", " true;",
        "integer"},
       {R"({"optimizer": {"lr": -1e-3}})", "optimizer.lr is", " -0.001;", ">= 0"},

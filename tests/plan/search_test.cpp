@@ -102,6 +102,38 @@ TEST(Search, BatchesThatCannotBeSplitShowTheNearest) {
   EXPECT_THAT([&] { search(job); }, ThrowsMessage<Error>(HasSubstr("1, 2, 4, 8")));
 }
 
+TEST(Search, WhatIsFixedStays) {
+  auto job = job_of("gpt2", "4xA100-40GB");
+  job.stages = {2};
+  job.searches_recompute = false;
+  job.recompute = Recompute::whole;
+  job.recomputed.assign(12, false);
+  job.recomputed[5] = true;
+  job.searches_chunk = false;
+  job.loss_chunk_tokens = 512;
+  const auto answer = search(job);
+  ASSERT_TRUE(answer.fits);
+  for (const auto& plan : answer.front) {
+    EXPECT_EQ(plan.choice.stage, 2);
+    EXPECT_EQ(plan.choice.recomputed, job.recomputed);
+    EXPECT_EQ(plan.choice.loss_chunk_tokens, 512);
+  }
+}
+
+TEST(Search, OnTheCpuAPlanThatIsNoExactOneLeavesRoom) {
+  auto job = job_of("gpt2", "1xCPU");
+  job.sequence = 64;
+  job.global_batch = 4;
+  const auto lowest = search(job).floor;
+  job.budget = lowest;
+  const auto answer = search(job);
+  ASSERT_TRUE(answer.fits);  // 16-bit: the activations may be 8% more
+  EXPECT_LT(answer.best.memory.highest(), lowest);
+  job.precision = {};
+  job.budget = search(job).floor;
+  EXPECT_EQ(search(job).best.memory.highest(), job.budget);
+}
+
 double seconds_of(const Job& job) {
   const auto start = std::chrono::steady_clock::now();
   search(job);

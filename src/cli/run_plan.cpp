@@ -1,0 +1,167 @@
+// What a file asks of the planner, and what the planner gives back to the run.
+#include "cli/run_plan.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "poise/checkpointing.h"
+#include "poise/error.h"
+#include "poise/memory.h"
+
+namespace poise::cli {
+namespace {
+
+using memory::format_bytes;
+
+std::vector<bool> recomputed(const Config& config, std::int64_t layers) {
+  std::vector<std::string> names;
+  for (std::int64_t i = 0; i < layers; ++i) names.push_back(join("blocks.", i));
+  return checkpointing::recomputed_units(config.checkpointing, names);
+}
+
+plan::Recompute recompute(const Config& config) {
+  return config.checkpointing.policy == "selective" ? plan::Recompute::selective
+                                                    : plan::Recompute::whole;
+}
+
+void apply(const plan::Choice& choice, Config& config) {
+  config.batch.micro_batch_size = choice.micro_batch;
+  config.batch.accumulation = choice.accumulation;
+  const auto blocks = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
+  if (config.checkpointing.policy == "none" && blocks > 0) {
+    const bool selective = choice.recompute == plan::Recompute::selective;
+    config.checkpointing.policy = selective ? "selective" : "first_m";
+    config.checkpointing.n = selective ? 1 : blocks;
+  }
+  config.model.loss_chunk_tokens = choice.loss_chunk_tokens;
+  if (choice.ranks > 1) {
+    config.zero.stage = choice.stage;
+    if (choice.keep_gathered) config.zero.keep_gathered = config::KeepGathered::window;
+  }
+}
+
+[[noreturn]] void refuse(const plan::Job& job, const plan::Answer& answer) {
+  fail(
+      "plan", "no balance fits memory.budget_bytes ", format_bytes(answer.budget),
+      ": the least that a global batch of ", job.global_batch, " takes is ",
+      format_bytes(answer.floor), ", most of it ", answer.dominated_by,
+      "; raise the budget to that, shorten model.sequence_length, or set memory.on_misfit to warn");
+}
+
+std::string percent(std::int64_t predicted, std::int64_t measured) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%+.1f%%",
+                100.0 * static_cast<double>(measured - predicted) /
+                    static_cast<double>(std::max<std::int64_t>(predicted, 1)));
+  return text;
+}
+
+}  // namespace
+
+plan::Job job_of(const Config& config, plan::Machine machine) {
+  if (config.model.builtin != "byte_gpt") {
+    fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
+  }
+  plan::Job job;
+  job.machine = std::move(machine);
+  job.model = plan::byte_gpt(config.model);
+  job.sequence = config.model.sequence_length;
+  job.precision = config.precision;
+  job.optimizer = config.optimizer;
+  job.budget = config.memory.budget_bytes;
+  job.threads = at::get_num_threads();
+  const auto ranks = job.machine.ranks;
+  job.global_batch = config.batch.global_batch_size;
+  if (job.global_batch == 0) {
+    job.global_batch =
+        config::micro_batch_size(config.batch) * config::accumulation(config.batch, ranks) * ranks;
+  }
+  return job;
+}
+
+plan::Plan as_written(const Config& config, const plan::Job& job) {
+  plan::Plan written;
+  auto& choice = written.choice;
+  choice.ranks = job.machine.ranks;
+  choice.micro_batch = config::micro_batch_size(config.batch);
+  choice.accumulation = config::accumulation(config.batch, choice.ranks);
+  choice.stage = static_cast<int>(config.zero.stage);
+  choice.reduces_every = config::reduces_every_micro_batch(config.zero);
+  choice.keep_gathered = config.zero.keep_gathered == config::KeepGathered::window;
+  choice.overlap = config.zero.overlap;
+  choice.gradient_dtype = config.zero.gradient_dtype;
+  choice.loss_chunk_tokens = config.model.loss_chunk_tokens;
+  choice.recomputed = recomputed(config, job.model.layers);
+  choice.recompute = recompute(config);
+  const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
+  const auto chain =
+      plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
+                  config.precision, job.machine.device.place, job.threads);
+  written.memory = plan::memory(chain, choice, widths);
+  written.time = plan::time(chain, choice, widths, config.precision, job.machine,
+                            choice.micro_batch * job.sequence);
+  return written;
+}
+
+Balance find_balance(const Config& config, int ranks) {
+  auto machine = plan::read_machine(join(ranks, "xCPU"));
+  auto job = job_of(config, std::move(machine));
+  if (config.zero.stage > 0) job.stages = {static_cast<int>(config.zero.stage)};
+  if (config.checkpointing.policy != "none") {
+    job.searches_recompute = false;
+    job.recompute = recompute(config);
+    job.recomputed = recomputed(config, job.model.layers);
+  }
+  if (config.model.loss_chunk_tokens > 0) {
+    job.searches_chunk = false;
+    job.loss_chunk_tokens = config.model.loss_chunk_tokens;
+  }
+  const auto answer = plan::search(job);
+  if (!answer.fits && config.memory.on_misfit == config::OnMisfit::refuse) refuse(job, answer);
+  Balance found{config, answer.best, {}};
+  apply(answer.best.choice, found.config);
+  const auto& best = answer.best;
+  const auto blocks =
+      std::count(best.choice.recomputed.begin(), best.choice.recomputed.end(), true);
+  found.lines.push_back(
+      join("  plan: ", answer.candidates, " candidates; the fastest that fits ",
+           format_bytes(answer.budget), " holds ", format_bytes(best.memory.highest()), " (",
+           best.memory.moment, "), recomputes ", blocks, " of ", job.model.layers, " blocks",
+           best.choice.loss_chunk_tokens > 0
+               ? join(", logits of ", best.choice.loss_chunk_tokens, " tokens at once")
+               : std::string()));
+  if (answer.has_runner_up) {
+    const auto& other = answer.runner_up.choice;
+    found.lines.push_back(join("  runner-up: micro-batch ", other.micro_batch,
+                               ranks > 1 ? join(" at stage ", other.stage) : std::string(),
+                               ", behind by ", answer.why));
+  }
+  if (!answer.fits) {
+    found.lines.push_back(join("  nothing fits the budget of ", format_bytes(answer.budget),
+                               "; this is the plan of least memory, most of it ",
+                               answer.dominated_by));
+  }
+  return found;
+}
+
+std::vector<std::string> compare(const plan::Memory& predicted, std::int64_t peak,
+                                 const plan::Accounts& measured) {
+  std::vector<std::string> lines{join("  plan: peak ", format_bytes(predicted.peak), " predicted, ",
+                                      format_bytes(peak), " measured (",
+                                      percent(predicted.peak, peak), ")")};
+  std::string accounts;
+  for (std::size_t i = 0; i < measured.size(); ++i) {
+    if (predicted.at_peak[i] == 0 && measured[i] == 0) continue;
+    accounts +=
+        join(accounts.empty() ? "        " : ", ", memory::name_of(static_cast<memory::Account>(i)),
+             " ", format_bytes(predicted.at_peak[i]), " / ", format_bytes(measured[i]));
+  }
+  lines.push_back(accounts);
+  return lines;
+}
+
+}  // namespace poise::cli

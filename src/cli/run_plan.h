@@ -1,0 +1,35 @@
+// The planner and a run of the built-in model: what the file asks for, and the balance it leaves
+// open.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "poise/config.h"
+#include "poise/plan.h"
+
+namespace poise::cli {
+
+// The search for a file's model on a machine: nothing of the split is fixed, the global batch is
+// the file's. Throws Error for a model that is not built in.
+plan::Job job_of(const Config& config, plan::Machine machine);
+
+// What the file itself says, before anything is searched.
+plan::Plan as_written(const Config& config, const plan::Job& job);
+
+struct Balance {
+  Config config;    // with micro-batch, recomputation, chunks of the loss and stage filled in
+  plan::Plan plan;  // what they will take
+  std::vector<std::string> lines;  // for people
+};
+
+// Fills what config.balance_is_open() leaves open. What the file sets stays: a checkpointing policy
+// other than none, model.loss_chunk_tokens, zero.stage above 0. Throws Error where nothing fits the
+// budget, with the smallest that would do (memory.on_misfit warn: takes the smallest plan instead).
+Balance find_balance(const Config& config, int ranks);
+
+// "plan  peak 20.1 MiB predicted, 20.1 MiB measured (+0.0%)", and the accounts that differ.
+std::vector<std::string> compare(const plan::Memory& predicted, std::int64_t peak,
+                                 const plan::Accounts& measured);
+
+}  // namespace poise::cli
