@@ -156,6 +156,7 @@ class POISE_API Engine {
   const Config& config() const;
   const ParamTable& table() const;
   const memory::Ledger& ledger() const;
+  void restart_peak();  // the ledger's peaks start anew from what is held
   comm::Group& group() const;
   double learning_rate() const;  // of the next update, group 0's multiplier 1
   double loss_scale() const;

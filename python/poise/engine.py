@@ -96,8 +96,10 @@ class Engine:
         )
         self._whole = 0  # scopes of gathered() that are open
         undo = self._undo = contextlib.ExitStack()
-        self._recompute(blocks, undo)
-        self._shard(blocks, undo)
+        self._blocks = blocks
+        self._checkpointing = settings_of(self.config)["checkpointing"]
+        self._recompute(undo)
+        self._shard(undo)
         weakref.finalize(self, undo.close).atexit = False
 
     def step(
@@ -224,6 +226,36 @@ class Engine:
         """The ledger: bytes now and at the peak, in total and by account."""
         return self._engine.memory()
 
+    def restart_peak(self) -> None:
+        """Lets the peaks of memory() start anew from what is held; a window does so by itself."""
+        self._engine.restart_peak()
+
+    def set_checkpointing(self, policy: Mapping[str, Any]) -> None:
+        """Changes which blocks recompute their activations; between windows.
+
+        Args:
+          policy: as the section `checkpointing` of the configuration: {"policy": "first_m", "n": 2}.
+        """
+        if self.micro_batches > 0:
+            raise Error(
+                f"[engine] set_checkpointing() in an open window of {self.micro_batches} "
+                "micro-batches; call step() or discard_window() first"
+            )
+        self._undo.pop_all().close()
+        self._checkpointing = {**self._checkpointing, "n": 1, "units": [], **policy}
+        self._recompute(self._undo)
+        self._shard(self._undo)
+
+    @property
+    def checkpointing(self) -> dict[str, Any]:
+        """Which blocks recompute their activations now."""
+        return dict(self._checkpointing)
+
+    @property
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        """The modules that are gathered and recomputed as one, by name, in order."""
+        return list(self._blocks)
+
     @property
     def units(self) -> list[str]:
         """Names of the units, in canonical order."""
@@ -271,12 +303,14 @@ class Engine:
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
         return sharded > 1 and settings_of(self.config)["zero"]["stage"] == 3
 
-    def _shard(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
+    def _shard(self, undo: contextlib.ExitStack) -> None:
         """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""
         if not self._shards_parameters():
             return
         known = set(self.units)
-        modules = [(module, self._engine.unit(name)) for name, module in blocks if name in known]
+        modules = [
+            (module, self._engine.unit(name)) for name, module in self._blocks if name in known
+        ]
         for forward in _units.attach(modules):
             undo.callback(forward.remove)
         engine = weakref.ref(self)
@@ -292,8 +326,8 @@ class Engine:
         for module in self.model.modules():
             undo.callback(module.register_state_dict_pre_hook(refuse).remove)
 
-    def _recompute(self, blocks: list[tuple[str, nn.Module]], undo: contextlib.ExitStack) -> None:
-        policy = settings_of(self.config)["checkpointing"]
+    def _recompute(self, undo: contextlib.ExitStack) -> None:
+        policy = self._checkpointing
         if policy["policy"] == "none":
             return
         if model_view.is_compiled(self.model):
@@ -302,6 +336,6 @@ class Engine:
                 "whole would be traced through and lost; compile the blocks instead, or set "
                 "checkpointing to none"
             )
-        names = policy["units"] or [name for name, _ in blocks] or None
+        names = policy["units"] or [name for name, _ in self._blocks] or None
         handle = checkpointing.apply(self.model, policy["policy"], policy["n"], names)
         undo.callback(handle.remove)

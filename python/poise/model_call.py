@@ -35,6 +35,7 @@ class ModelCall:
         self._model = model
         self._compute_loss = compute_loss_func
         self._takes_items = _takes(compute_loss_func, "num_items_in_batch")
+        self.came_counted = False  # the last loss said what it is a sum or a mean over
         self.shift_labels = _is_causal(model) if shift_labels is None else shift_labels
 
     def __call__(self, batch: Any) -> Loss:
@@ -64,7 +65,8 @@ class ModelCall:
         return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
 
     def _counted(self, loss: Loss, batch: Any) -> Loss:
-        if loss.count is None and loss.kind == "mean":
+        self.came_counted = loss.count is not None or loss.kind != "mean"
+        if not self.came_counted:
             loss.count = self.count(batch)
         return loss
 

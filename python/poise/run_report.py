@@ -63,6 +63,10 @@ class RunReport:
             print(flush=True)
         self._metrics.close()
 
+    def balanced(self, accumulation: int) -> None:
+        """Tells what the planner found; the micro-batch stands in the settings."""
+        self._accumulation = accumulation
+
     def note(self, text: str) -> None:
         """One line of text; a live line ends first."""
         if self._as_json:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset
 
 from poise import (
     _C,
+    balance,
     banner,
     checkpointing,
     evaluation,
@@ -17,6 +20,7 @@ from poise import (
     model_view,
     ranks,
     run_data,
+    trainer_balance,
     trainer_data,
 )
 from poise._C import Error
@@ -45,10 +49,12 @@ def train(file: RunFile, as_json: bool = False) -> int:
         )
     settings = settings_of(file.config)
     batch = settings["batch"]
+    is_open = batch["micro_batch_size"] == batch["accumulation"] == 0
+    is_open = is_open and batch["global_batch_size"] > 0 and settings["memory"]["budget_bytes"] > 0
     batch["micro_batch_size"] = batch["micro_batch_size"] or 1
     accumulation = _accumulation(settings["batch"])
     with signals_raised(), RunReport(settings, accumulation, as_json) as report:
-        run = _Run(file, settings, accumulation, report)
+        run = _Run(file, settings, accumulation, report, is_open)
         try:
             run.go()
         except Interrupted as interrupted:
@@ -67,10 +73,16 @@ class _Run:
     """Everything of one run, made in the order that it needs it."""
 
     def __init__(
-        self, file: RunFile, settings: dict[str, Any], accumulation: int, report: RunReport
+        self,
+        file: RunFile,
+        settings: dict[str, Any],
+        accumulation: int,
+        report: RunReport,
+        balance_is_open: bool = False,
     ) -> None:
         self._file, self._settings, self._report = file, settings, report
         self._accumulation = accumulation
+        self._balance_is_open, self._found = balance_is_open, None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._engine: Engine | None = None
 
@@ -95,11 +107,49 @@ class _Run:
         self._model = made.model.to(self._device)
         self._data = run_data.of_run(made, settings, self._accumulation, file.given)
         self._call = ModelCall(self._model, shift_labels=self._data.shift_labels)
+        if self._balance_is_open:
+            self._find_balance(made)
         for line in self._banner():
             self._report.note(line)
         banner.warn_batch_norm(self._model, self._accumulation)
-        self._engine = Engine(self._model, file.config)
+        if self._engine is None:
+            self._engine = Engine(self._model, file.config)
         self._model.train()
+
+    def _find_balance(self, made: imported.Imported) -> None:
+        settings, batch = self._settings, self._settings["batch"]
+        if isinstance(made.train_dataset, IterableDataset):
+            raise Error(
+                "[cli] batch.micro_batch_size is left open, but the train_dataset of model.import is "
+                "a stream, which would lose what the planner reads; set it"
+            )
+        self._engine = Engine(self._model, self._file.config)
+        self._model.train()
+        sample = next(self._data.windows)[0]  # of one sample
+
+        def batch_of(size: int) -> Any:
+            return tree_map(
+                lambda v: v.expand(size, *v.shape[1:]) if isinstance(v, torch.Tensor) else v, sample
+            )
+
+        samples = batch["global_batch_size"]
+        self._found = balance.find(
+            self._engine,
+            batch_of,
+            self._loss,
+            samples=samples,
+            budget=settings["memory"]["budget_bytes"],
+            micro_batches=trainer_balance.micro_batches(
+                self._engine, None, self._call, lambda: self._loss(sample), samples
+            ),
+        )
+        chosen = self._found.chosen
+        batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
+        settings["checkpointing"] = self._engine.checkpointing
+        self._report.balanced(chosen.accumulation)
+        self._data = run_data.of_run(made, settings, self._accumulation, self._file.given)
+        for line in trainer_balance.lines(self._found, settings["memory"]["budget_bytes"]):
+            self._report.note(line)
 
     def _loop(self) -> None:
         train = self._settings["train"]
@@ -112,6 +162,9 @@ class _Run:
                 window = next(self._data.windows)
                 result = step(self._engine, window, self._loss, number == 1, self._report.note)
                 self._report.update(result, time.perf_counter() - begin)
+                if number == 1 and self._found is not None:
+                    for line in trainer_balance.compared(self._found, result):
+                        self._report.note(line)
                 if trace.after(number):
                     self._report.note(f"  trace written to {trace.path}")
                 if every > 0 and number % every == 0 and number < train["max_updates"]:

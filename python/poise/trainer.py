@@ -20,9 +20,11 @@ from poise import (
     model_view,
     prediction,
     ranks,
+    trainer_balance,
     trainer_data,
 )
-from poise._C import Error
+from poise._C import Error, StepResult
+from poise.balance import Balance
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
@@ -105,6 +107,8 @@ class Trainer:
         self.engine: Engine | None = None  # of the last train()
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
+        self._found: Balance | None = None  # where the arguments left it open
+        self._halving: trainer_balance.Halving | None = None
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
 
@@ -118,6 +122,8 @@ class Trainer:
         if self.train_dataset is None:
             raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
         args, folder, first = self.args, Path(self.args.output_dir), self._group.rank == 0
+        if args.balance_is_open:
+            trainer_balance.check_data(self.train_dataset, args)
         windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
         run = RunLength.of(
             trainer_data.batches_per_epoch(self.train_dataset, args),
@@ -134,6 +140,10 @@ class Trainer:
             stack.enter_context(ranks.told_to_others(self._group))
             stack.enter_context(ranks.only_first_logs(self._group))
             self.engine = Engine(self.model, args.to_config(run.updates), self._units, self._group)
+            found = self._find_balance() if args.balance_is_open else None
+            if found is not None:
+                args = self.args
+                windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
             stack.enter_context(contextlib.closing(windows))
             metrics = stack.enter_context(
                 MetricsLog(folder / "metrics.jsonl") if first else NoMetrics()
@@ -142,6 +152,10 @@ class Trainer:
             bar = stack.enter_context(Progress(run.updates, args.disable_tqdm if first else True))
             banner.warn_batch_norm(self.model, args.accumulation, self._group.size)
             log = RunLog(args, run, metrics, bar, self.callbacks, self._group)
+            self._found = found
+            self._halving = trainer_balance.Halving(self.engine, log.note) if found else None
+            for line in trainer_balance.lines(found, args.memory_budget) if found else ():
+                log.note(line)
             profiling = stack.enter_context(
                 contextlib.closing(Profiling(args.profile_steps if first else None, folder))
             )
@@ -235,13 +249,29 @@ class Trainer:
         update = log.state.global_step + 1
         profiling.before(update)
         log.event("on_step_begin")
-        result = step(self.engine, window, self._loss, first=update == 1, note=log.note)
+
+        def run(batches: list[Any]) -> StepResult:
+            return step(self.engine, batches, self._loss, first=update == 1, note=log.note)
+
+        result = run(window) if self._halving is None else self._halving(window, run)
         profiling.after(update)
+        if update == 1 and self._found is not None:
+            for line in trainer_balance.compared(self._found, result):
+                log.note(line)
         log.update(result)
         if self.args.eval_strategy == "steps" and update % self._eval_every(log) == 0:
             log.control.should_evaluate = True
         if log.evaluation_due():
             self._evaluate_and_log(log)
+
+    def _find_balance(self) -> Balance:
+        found = trainer_balance.find(
+            self.engine, self.args, self.train_dataset, self.data_collator, self._call, self._loss
+        )
+        chosen = found.chosen
+        policy = self.engine.checkpointing
+        self.args = self.args.with_balance(chosen.micro_batch, policy)
+        return found
 
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(trainer_data.to_device(batch, self.args.device))
@@ -277,6 +307,7 @@ class Trainer:
         if self.args.disable_tqdm is True or self._group.rank > 0:
             return
         settings = settings_of(self.engine.config)
+        settings["checkpointing"] = self.engine.checkpointing
         examples = trainer_data.examples(self.train_dataset)
         lines = banner.banner(self.model, self.args, run, settings, examples, self._group)
         print("\n".join(lines), file=sys.stderr)

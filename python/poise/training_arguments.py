@@ -5,6 +5,7 @@ An argument that is not known is an error that names the nearest known one; noth
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import logging
@@ -78,7 +79,9 @@ class _Arguments:
     on_nonfinite: str = "stop"  # or "skip": a non-finite loss (or gradient, outside fp16)
 
     # Memory.
-    memory_budget: int | str | None = None  # bytes, or "20GiB"
+    memory_budget: int | str | None = None  # bytes, or "20GiB"; "auto": what the GPU has free
+    on_misfit: str = "refuse"  # or "warn": begin although no balance was found that fits
+    separable_loss: bool | None = None  # the loss is a mean over tokens or samples by themselves
     loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all of them
     gradient_checkpointing: bool = False  # every block
     checkpointing: str | Mapping | None = None  # a policy, or {"policy": "every_n", "n": 2}
@@ -114,8 +117,39 @@ class TrainingArguments(_Arguments):
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         if output_dir is not None:
             arguments["output_dir"] = output_dir
-        super().__init__(**_known(arguments))
+        known = _known(arguments)
+        super().__init__(**known)
+        self._given = frozenset(known)
+        if self.memory_budget == "auto":
+            self.memory_budget = _free_memory(self.device)
+        if self.balance_is_open:
+            self.per_device_train_batch_size = 1  # until the Trainer has found it
         self._check()
+
+    @property
+    def balance_is_open(self) -> bool:
+        """Whether the Trainer finds micro-batch and accumulation: memory_budget and
+        global_batch_size are given, and neither of them is."""
+        split = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+        return (
+            self.memory_budget is not None
+            and self.global_batch_size is not None
+            and not split & self._given
+        )
+
+    @property
+    def recompute_is_open(self) -> bool:
+        """Whether a found balance may recompute blocks: nothing was said about it."""
+        return not {"gradient_checkpointing", "checkpointing"} & self._given
+
+    def with_balance(self, micro_batch: int, checkpointing: Mapping[str, Any]) -> TrainingArguments:
+        """The same arguments with a balance that was found."""
+        found = copy.copy(self)
+        found.per_device_train_batch_size = micro_batch
+        found.checkpointing = dict(checkpointing)
+        found._given |= {"per_device_train_batch_size", "checkpointing"}
+        found._check()
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -186,6 +220,7 @@ class TrainingArguments(_Arguments):
         if self.bf16 and self.fp16:
             raise Error("[trainer] bf16 and fp16 are both on; choose one")
         _one_of("optim", self.optim, OPTIMIZERS)
+        _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
         _one_of("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"))
         schedule_arguments.check(self)
@@ -257,6 +292,16 @@ def _advice(name: str, names: list[str]) -> str:
             return f"leave it out: {reason}"
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     return f"did you mean {nearest}?"
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise Error(
+            "[trainer] memory_budget is auto, but this run is on the CPU, whose memory others share; "
+            'give bytes, or a text such as "8GiB"'
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:

@@ -233,6 +233,7 @@ void bind_engine(py::module_& module) {
           },
           py::arg("writer"), py::keep_alive<0, 1>(), NoGil())
       .def("memory", &memory_of)
+      .def("restart_peak", &Engine::restart_peak)
       .def_property_readonly("config", [](const Engine& engine) { return engine.config(); })
       .def_property_readonly("units", [](const Engine& engine) { return engine.table().units(); })
       .def_property_readonly("learning_rate", &Engine::learning_rate)

@@ -49,6 +49,8 @@ DEFAULTS = {
 OURS = {
     "global_batch_size",
     "memory_budget",
+    "on_misfit",
+    "separable_loss",
     "checkpointing",
     "on_nonfinite",
     "profile_steps",

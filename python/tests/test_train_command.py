@@ -437,3 +437,30 @@ def test_dropout_and_seed_decide_the_run(folder):
     assert lines_of(folder)[-1]["losses"] == first
     assert train(folder, settings(IMPORTED), "engine.seed=2", "train.max_updates=3") == 0
     assert lines_of(folder)[-1]["losses"] != first
+
+
+def test_budget_and_global_batch_are_all_it_needs(folder, capfd):
+    def losses(*changes):
+        assert train(folder, settings(IMPORTED), *changes) == 0
+        return capfd.readouterr().out, lines_of(folder)[-1]
+
+    _, whole = losses("batch.micro_batch_size=8")
+    for share in (1.0, 0.9):
+        budget = int(whole["peak_bytes"] * share)
+        text, found = losses("batch.micro_batch_size=0", f"memory.budget_bytes={budget}")
+        assert "plan: " in text and "measured (+0.0%)" in text
+        assert found["peak_bytes"] <= budget
+        assert found["micro_batch"] * found["accumulation"] == 8
+        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert found["micro_batch"] < 8 or found["checkpointing"] != "none"
+
+
+def test_a_stream_is_not_read_for_a_plan(folder, capfd):
+    document = settings(
+        {"import": "nets:streaming"},
+        data={},
+        batch={"global_batch_size": 4},
+        memory={"budget_bytes": "1GiB"},
+    )
+    assert train(folder, document) == 1
+    assert "is a stream, which would lose what the planner reads" in capfd.readouterr().err

@@ -241,6 +241,7 @@ at::Tensor Engine::master(const std::string& name) const {
 
 const Config& Engine::config() const { return impl_->config; }
 const ParamTable& Engine::table() const { return impl_->table; }
+void Engine::restart_peak() { impl_->ledger.reset_peak(); }
 const memory::Ledger& Engine::ledger() const { return impl_->ledger; }
 comm::Group& Engine::group() const { return *impl_->group; }
 double Engine::learning_rate() const { return impl_->learning_rate(); }

@@ -1,0 +1,318 @@
+"""The balance between micro-batch and recomputation, found by measuring the model itself.
+
+Two micro-batches, each with all blocks recomputed and with none, are run for real (poise.trace);
+what other micro-batches and other numbers of recomputed blocks hold follows from them, and the
+fastest that fits is run once to be sure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from poise import trace
+from poise._C import Error, Group, format_bytes
+from poise.engine import Engine
+from poise.trace import Link, Trace
+
+FAILED_SHARE = 0.97  # after one that ran out, less than so much of what it was predicted to hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to run an update.
+
+    Attributes:
+      micro_batch: samples of one forward and backward.
+      accumulation: micro-batches of an update on a rank.
+      recomputed: the first so many blocks recompute their activations.
+      peak: predicted bytes, everything counted.
+      seconds: predicted, of the forwards and backwards of an update.
+    """
+
+    micro_batch: int
+    accumulation: int
+    recomputed: int
+    peak: int
+    seconds: float
+
+    @property
+    def checkpointing(self) -> dict[str, Any]:
+        """The section of the configuration."""
+        if self.recomputed == 0:
+            return {"policy": "none"}
+        return {"policy": "first_m", "n": self.recomputed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """What was found.
+
+    Attributes:
+      chosen: the fastest candidate that fits.
+      accounts: its predicted bytes at the peak, by account.
+      measured: bytes at the peak of the one run that made sure; None on several ranks.
+      front: no candidate is both faster and smaller: fastest first.
+      candidates: how many there were.
+    """
+
+    chosen: Candidate
+    accounts: dict[str, int]
+    measured: int | None
+    front: list[Candidate]
+    candidates: int
+
+
+class NothingFits(Error):
+    """No balance fits; `smallest` is the one of least memory, None where even that is not known."""
+
+    def __init__(self, message: str, smallest: Candidate | None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+def find(
+    engine: Engine,
+    batch_of: Callable[[int], Any],
+    loss_fn: Callable[[Any], Any],
+    *,
+    samples: int,
+    budget: int,
+    micro_batches: Sequence[int] | None = None,
+    recompute: bool = True,
+) -> Balance:
+    """Finds the fastest split of `samples` that holds at most `budget` bytes; all ranks.
+
+    The engine is left with the blocks recomputed as found; parameters, buffers and random state are
+    what they were.
+
+    Args:
+      engine: between windows.
+      batch_of: makes a micro-batch of so many samples, as large as the data's longest.
+      loss_fn: as for Engine.step.
+      samples: of one update on this rank.
+      budget: bytes of a rank.
+      micro_batches: allowed ones; None: all that divide `samples`.
+      recompute: whether blocks may be recomputed beyond what the engine does already.
+
+    Raises:
+      NothingFits: with the least that would do.
+    """
+    sizes = sorted(micro_batches or _divisors(samples))
+    policies = [engine.checkpointing]
+    blocks = len(engine.blocks)
+    if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
+        policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
+    before = engine.checkpointing
+    try:
+        fits = [_Fit.of(engine, policy, sizes, batch_of, loss_fn) for policy in policies]
+        candidates = _candidates(fits, sizes, samples, blocks)
+        if not candidates:
+            raise _no_candidate(engine, sizes[0], budget)
+        return _choose(engine, candidates, fits, budget, batch_of, loss_fn)
+    except BaseException:
+        engine.set_checkpointing(before)
+        raise
+
+
+class _Fit:
+    """What a policy holds and takes at any micro-batch: a line through two measured ones."""
+
+    def __init__(self, low: tuple[int, Trace], high: tuple[int, Trace]) -> None:
+        self._low, self._high = low, high
+        self.held = low[1].held
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        policy: dict[str, Any],
+        sizes: Sequence[int],
+        batch_of: Callable[[int], Any],
+        loss_fn: Callable[[Any], Any],
+    ) -> _Fit | None:
+        """None where not even the smallest fits."""
+        engine.set_checkpointing(policy)
+
+        def measured(size: int) -> tuple[int, Trace]:
+            traces = [trace.measure(engine, batch_of(size), loss_fn) for _ in range(2)]
+            slowest = _agreed(engine.group, [min(t.seconds for t in traces)])[0]
+            return size, dataclasses.replace(traces[-1], seconds=slowest)
+
+        try:
+            low = measured(sizes[0])
+        except torch.OutOfMemoryError:
+            if engine.group.size > 1:
+                raise
+            return None
+        try:
+            high = measured(sizes[1]) if len(sizes) > 1 else low
+        except torch.OutOfMemoryError:
+            if engine.group.size > 1:
+                raise
+            high = low
+        return cls(low, high)
+
+    def links(self, size: int) -> list[Link]:
+        pairs = zip(self._low[1].links, self._high[1].links, strict=True)
+        return [
+            Link(
+                *(
+                    self._line(size, getattr(a, field.name), getattr(b, field.name))
+                    for field in dataclasses.fields(Link)
+                )
+            )
+            for a, b in pairs
+        ]
+
+    def seconds(self, size: int) -> float:
+        low, high = self._low, self._high
+        if high[0] == low[0]:
+            return low[1].seconds * size / low[0]
+        # Noise must not make a part of the work free.
+        each = max(0.0, (high[1].seconds - low[1].seconds) / (high[0] - low[0]))
+        return max(low[1].seconds + each * (size - low[0]), size * high[1].seconds / high[0] * 0.5)
+
+    @property
+    def known(self) -> int:
+        """The largest micro-batch that a line through one point alone says something of."""
+        return self._low[0] if self._high[0] == self._low[0] else 1 << 62
+
+    def _line(self, size: int, low: int, high: int) -> int:
+        if self._high[0] == self._low[0]:
+            return low
+        return low + (high - low) * (size - self._low[0]) // (self._high[0] - self._low[0])
+
+
+def _candidates(
+    fits: list[_Fit | None], sizes: Sequence[int], samples: int, blocks: int
+) -> list[Candidate]:
+    whole, none = fits[0], fits[-1]
+    found = []
+    for size in sizes:
+        for count in range(blocks + 1) if len(fits) > 1 else [0]:
+            needed = [whole] if count == blocks else [none] if count == 0 else [whole, none]
+            if len(fits) == 1:
+                needed = [whole]
+            if any(fit is None or size > fit.known for fit in needed):
+                continue
+            links = _mixed(needed, size, count)
+            if links is None:
+                continue
+            held = sum(needed[0].held.values())
+            share = count / blocks if blocks and len(fits) > 1 else 0
+            slow, fast = needed[0].seconds(size), needed[-1].seconds(size)
+            seconds = fast + (slow - fast) * share if len(needed) > 1 else fast
+            found.append(
+                Candidate(
+                    size, samples // size, count, held + _peak(links), seconds * (samples // size)
+                )
+            )
+    return found
+
+
+def _mixed(fits: list[_Fit], size: int, count: int) -> list[Link] | None:
+    """The first `count` blocks as in the first run, the others as in the last."""
+    first, last = fits[0].links(size), fits[-1].links(size)
+    if len(fits) == 1:
+        return first
+    if len(first) != len(last) or len(first) < 3:
+        return None
+    return [first[i] if 1 <= i <= count else last[i] for i in range(len(first))]
+
+
+def _peak(links: list[Link]) -> int:
+    """The highest moment of forward and backward."""
+    kept = top = 0
+    for link in links:
+        top = max(top, kept + link.forward_peak)
+        kept += link.saved
+    for link in reversed(links):
+        kept -= link.saved
+        top = max(top, kept + link.backward_peak)
+    return top
+
+
+def _choose(
+    engine: Engine,
+    candidates: list[Candidate],
+    fits: list[_Fit | None],
+    budget: int,
+    batch_of: Callable[[int], Any],
+    loss_fn: Callable[[Any], Any],
+) -> Balance:
+    peaks = _agreed(engine.group, [float(c.peak) for c in candidates])
+    candidates = [
+        dataclasses.replace(c, peak=int(p)) for c, p in zip(candidates, peaks, strict=True)
+    ]
+    by_time = sorted(candidates, key=lambda c: (c.seconds, c.peak))
+    held = next((fit.held for fit in fits if fit is not None), {})
+    limit = float(budget)
+    for candidate in by_time:
+        if candidate.peak > limit:
+            continue
+        engine.set_checkpointing(candidate.checkpointing if len(fits) > 1 else engine.checkpointing)
+        measured = None
+        if engine.group.size == 1:
+            measured = _measured_peak(engine, batch_of(candidate.micro_batch), loss_fn)
+            if measured is None or measured > budget:
+                limit = FAILED_SHARE * candidate.peak
+                continue
+        rest = candidate.peak - sum(held.values())
+        accounts = {**held, "activations": held.get("activations", 0) + rest}
+        return Balance(candidate, accounts, measured, _front(by_time), len(candidates))
+    raise _nothing(candidates, budget)
+
+
+def _measured_peak(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> int | None:
+    """None where it ran out of memory."""
+    try:
+        run = trace.measure(engine, batch, loss_fn)
+    except torch.OutOfMemoryError:
+        return None
+    return sum(run.held.values()) + _peak(run.links)
+
+
+def _front(by_time: list[Candidate]) -> list[Candidate]:
+    front: list[Candidate] = []
+    for candidate in by_time:
+        if not front or candidate.peak < front[-1].peak:
+            front.append(candidate)
+    return front
+
+
+def _no_candidate(engine: Engine, size: int, budget: int) -> NothingFits:
+    blocks = " with every block recomputed" if engine.blocks else ""
+    return NothingFits(
+        f"[plan] a micro-batch of {size}{blocks} ran out of the {format_bytes(budget)} that were given; "
+        "raise memory_budget, shorten the samples, or shard over more ranks",
+        None,
+    )
+
+
+def _nothing(candidates: list[Candidate], budget: int) -> NothingFits:
+    smallest = min(candidates, key=lambda c: c.peak)
+    tried = ", but ran out of memory when it was tried" if smallest.peak <= budget else ""
+    return NothingFits(
+        f"[plan] no balance fits the {format_bytes(budget)} that were given: micro-batches of "
+        f"{smallest.micro_batch} with {smallest.recomputed} blocks recomputed take least, "
+        f"{format_bytes(smallest.peak)}{tried}; raise memory_budget beyond that, shorten the samples, "
+        "or shard over more ranks",
+        smallest,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _agreed(group: Group, values: list[float]) -> list[float]:
+    """The largest of all ranks, value by value, so that all decide the same."""
+    if group.size == 1:
+        return values
+    rows = [json.loads(row) for row in group.all_gather_text(json.dumps(values), "the balance")]
+    return [max(column) for column in zip(*rows, strict=True)]

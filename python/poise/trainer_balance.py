@@ -1,0 +1,276 @@
+"""A Trainer's balance: found before the first update, corrected where memory runs out after all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from poise import balance, trace, trainer_data
+from poise._C import Error, StepResult, format_bytes, parse_bytes
+from poise.engine import Engine
+from poise.loss import Loss
+from poise.model_call import ModelCall
+from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
+
+LOOKED_AT = 256  # samples among which the longest is taken
+USUAL_MICRO_BATCH = 8  # of TrainingArguments, kept where the loss may not be split otherwise
+# Heads of transformers whose loss is a mean over tokens or samples by themselves.
+SEPARABLE_HEADS = (
+    "ForCausalLM",
+    "LMHead",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForImageClassification",
+)
+
+
+def find(
+    engine: Engine,
+    args: TrainingArguments,
+    dataset: Any,
+    collate: Callable | None,
+    call: ModelCall,
+    loss_fn: Callable[[Any], Loss],
+) -> balance.Balance:
+    """What the arguments leave open, for this model and data; all ranks."""
+    check_data(dataset, args)
+    sample = _longest(dataset, args, collate)
+    samples = args.global_batch_size // args.world_size
+    engine.model.train()
+
+    def batch_of(size: int) -> Any:
+        return (collate or default_collate)([sample] * size)
+
+    sizes = micro_batches(engine, args.separable_loss, call, lambda: loss_fn(batch_of(1)), samples)
+    try:
+        return balance.find(
+            engine,
+            batch_of,
+            loss_fn,
+            samples=samples,
+            budget=_bytes(args.memory_budget),
+            micro_batches=sizes,
+            recompute=args.recompute_is_open,
+        )
+    except balance.NothingFits as error:
+        if args.on_misfit == "refuse" or error.smallest is None:
+            raise
+        logger.warning("%s; it begins all the same, since on_misfit is warn", error)
+        engine.set_checkpointing(error.smallest.checkpointing)
+        return balance.Balance(error.smallest, {}, None, [error.smallest], 1)
+
+
+def micro_batches(
+    engine: Engine,
+    separable: bool | None,
+    call: ModelCall,
+    try_loss: Callable[[], Loss],
+    samples: int,
+) -> list[int] | None:
+    """The micro-batches that may be chosen; None: all.
+
+    Args:
+      engine: of the run.
+      separable: what was said of the loss; None: nothing.
+      call: makes the losses.
+      try_loss: makes one.
+      samples: of one update on this rank.
+    """
+    if _may_split(engine, separable, call, try_loss):
+        return None
+    return [max(n for n in range(1, USUAL_MICRO_BATCH + 1) if samples % n == 0)]
+
+
+def check_data(dataset: Any, args: TrainingArguments) -> None:
+    """Raises Error where the data comes in batches of its own, or the split decides what is dropped."""
+    if isinstance(dataset, (DataLoader, IterableDataset)):
+        raise Error(
+            f"[trainer] memory_budget and global_batch_size leave the micro-batch open, but "
+            f"train_dataset is {type(dataset).__name__}, which cannot be split anew; give "
+            "per_device_train_batch_size (a DataLoader's batch size), or a dataset with a length"
+        )
+    if args.dataloader_drop_last:
+        raise Error(
+            "[trainer] dataloader_drop_last with an open micro-batch: what is dropped would depend "
+            "on the split; give per_device_train_batch_size, or leave dataloader_drop_last out"
+        )
+
+
+def lines(found: balance.Balance, budget: int | str) -> list[str]:
+    """For people, before the first update."""
+    best = found.chosen
+    text = [
+        f"  plan: {found.candidates} candidates; the fastest that fits "
+        f"{format_bytes(_bytes(budget))} holds {format_bytes(best.peak)}: micro-batch "
+        f"{best.micro_batch} x accumulation {best.accumulation}, {best.recomputed} blocks recomputed, "
+        f"about {best.seconds:.3g} s of forward and backward an update"
+    ]
+    for other in found.front:
+        if other.peak < best.peak:
+            text.append(
+                f"  with less memory: {format_bytes(other.peak)} takes micro-batch "
+                f"{other.micro_batch}, {other.recomputed} recomputed, {other.seconds:.3g} s"
+            )
+            break
+    return text
+
+
+def compared(found: balance.Balance, result: StepResult) -> list[str]:
+    """Predicted and measured, after the first update."""
+    predicted, measured = found.chosen.peak, result.peak_bytes
+    if not found.accounts or measured == 0:
+        return []
+    accounts = [
+        f"{name} {format_bytes(found.accounts.get(name, 0))} / {format_bytes(count)}"
+        for name, count in result.accounts.items()
+        if count or found.accounts.get(name)
+    ]
+    return [
+        f"  plan: peak {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
+        f"({measured / predicted - 1:+.1%})",
+        f"        {', '.join(accounts)}",
+    ]
+
+
+class Halving:
+    """Runs a window again in halved micro-batches where one ran out of memory, and stays with them.
+
+    No sample is lost or seen twice: the window's gradients were dropped, and its random state and
+    buffers are put back. On several ranks, and for a single sample, the error stands.
+    """
+
+    def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
+        self._engine, self._note = engine, note
+        self.parts = 1  # of every micro-batch
+
+    def __call__(self, window: list[Any], run: Callable[[list[Any]], StepResult]) -> StepResult:
+        while True:
+            pieces = [piece for batch in window for piece in split(batch, self.parts)]
+            largest = max(map(samples_in, pieces))
+            buffers = [(b, b.detach().clone()) for b in self._engine.model.buffers()]
+            state = _random_state()
+            try:
+                return run(pieces)
+            except torch.OutOfMemoryError as error:
+                if self._engine.group.size > 1 or largest < 2:
+                    raise
+                message = str(error).splitlines()[0]
+            del pieces
+            _restore(state, buffers)
+            self.parts *= 2
+            self._note(
+                f"  out of memory with micro-batches of {largest} samples; the window runs again in "
+                f"halves of them ({message})"
+            )
+
+
+def samples_in(batch: Any) -> int:
+    """Rows of a batch's first tensor."""
+    first = next(
+        (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0), None
+    )
+    return 1 if first is None else first.shape[0]
+
+
+def split(batch: Any, parts: int) -> Iterator[Any]:
+    """The batch in so many parts, or fewer: what has a row per sample is split, the rest repeated."""
+    rows = samples_in(batch)
+    size = max(1, -(-rows // parts))
+    if parts == 1 or rows < 2:
+        yield batch
+        return
+    if isinstance(batch, Mapping) and type(batch) is not dict:
+        batch = dict(batch)
+    for first in range(0, rows, size):
+
+        def part(value: Any, first: int = first) -> Any:
+            per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+            return value[first : first + size] if per_sample else value
+
+        yield tree_map(part, batch)
+
+
+def _random_state() -> Any:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), gpu
+
+
+def _restore(state: Any, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    cpu, gpu = state
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
+        torch.cuda.empty_cache()
+    for buffer, value in buffers:
+        buffer.data.copy_(value)
+
+
+def _may_split(
+    engine: Engine, separable: bool | None, call: ModelCall, try_loss: Callable[[], Loss]
+) -> bool:
+    """Whether another micro-batch is the same training; says so where it is not known."""
+    if separable is not None:
+        return separable
+    model = engine.model
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if norms:
+        reason = "has BatchNorm layers, which see one micro-batch"
+    elif any(head in type(model).__name__ for head in SEPARABLE_HEADS) or _says_count(
+        engine, call, try_loss
+    ):
+        return True
+    else:
+        reason = (
+            "returns a mean without saying over how many tokens or samples, which may depend on who "
+            "shares a micro-batch"
+        )
+    logger.warning(
+        "[trainer] the model %s: the micro-batch stays at most %d and only recomputation is chosen; "
+        "separable_loss=True of the Trainer says that the loss may be split, False that it may not",
+        reason,
+        USUAL_MICRO_BATCH,
+    )
+    return False
+
+
+def _says_count(engine: Engine, call: ModelCall, try_loss: Callable[[], Loss]) -> bool:
+    with trace.unchanged(engine.model, next(engine.model.parameters()).device):
+        try:
+            with engine.forward_scope():
+                try_loss()
+        except torch.OutOfMemoryError:
+            return True  # the search will say what is missing
+        finally:
+            engine.discard_window()
+    return call.came_counted
+
+
+def _longest(dataset: Any, args: TrainingArguments, collate: Callable | None) -> Any:
+    """The sample with most elements among the first ones."""
+    count = trainer_data.examples(dataset) or 0
+    if count == 0:
+        raise Error("[trainer] train_dataset is empty; give at least one sample")
+
+    def size(sample: Any) -> int:
+        try:
+            leaves = tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample)
+        except (TypeError, ValueError):
+            return 0
+        return sum(v.numel() if isinstance(v, torch.Tensor) else 1 for v in leaves)
+
+    return max((dataset[i] for i in range(min(count, LOOKED_AT))), key=size)
+
+
+def _bytes(budget: int | str) -> int:
+    return parse_bytes(budget) if isinstance(budget, str) else budget

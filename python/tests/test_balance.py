@@ -1,0 +1,308 @@
+"""The balance between micro-batch and recomputation, found within a budget and held to what happens."""
+
+import itertools
+
+import poise
+import pytest
+import torch
+from poise import balance, trace, trainer_balance
+from poise.balance import Candidate
+from torch import nn
+
+VOCABULARY, LENGTH, WIDTH, BLOCKS = 50, 64, 32, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width, inner=4, dropout=0.0):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, inner * width), nn.Linear(inner * width, width)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Uneven blocks; says what its loss is a mean over unless `says_count` is off."""
+
+    def __init__(self, dropout=0.0, says_count=True):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, 2 + 2 * i, dropout) for i in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.says_count = says_count
+
+    def forward(self, ids, labels):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels.flatten())
+        return (loss, labels.numel()) if self.says_count else loss
+
+
+def samples(count=32):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, VOCABULARY, (count, 2, LENGTH), generator=generator)
+    return [{"ids": row[0], "labels": row[1]} for row in rows]
+
+
+def batch_of(size):
+    rows = samples(1) * size
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def engine_of(model, **sections):
+    return poise.Engine(model, {"batch": {"accumulation": 16}, **sections})
+
+
+def call(model):
+    return lambda batch: poise.loss.as_loss(model(**batch))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def train(directory, model=None, **arguments):
+    torch.manual_seed(1)
+    trainer = poise.Trainer(
+        model or Net(),
+        poise.TrainingArguments(
+            str(directory),
+            **{
+                "global_batch_size": 16,
+                "max_steps": 3,
+                "logging_steps": 1,
+                "learning_rate": 1e-2,
+                "use_cpu": True,
+                "disable_tqdm": True,
+                **arguments,
+            },
+        ),
+        train_dataset=samples(),
+    )
+    return trainer, trainer.train().training_loss
+
+
+def step_peak(engine, size, accumulation, loss):
+    return engine.step([batch_of(size)] * accumulation, loss).peak_bytes
+
+
+@pytest.mark.parametrize("recomputed", [0, 1, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 8, 16])
+def test_every_mixture_holds_what_was_predicted_from_four_small_runs(size, recomputed):
+    model = Net()
+    engine = engine_of(model)
+    loss = call(model)
+    found = balance.find(engine, batch_of, loss, samples=16, budget=1 << 40)
+    assert found.candidates == 5 * (BLOCKS + 1)  # micro-batches 1, 2, 4, 8, 16
+    fits = [
+        balance._Fit.of(engine, policy, [1, 2], batch_of, loss)
+        for policy in ({"policy": "first_m", "n": BLOCKS}, {"policy": "none"})
+    ]
+    predicted = next(
+        c
+        for c in balance._candidates(fits, [1, 2, 8, 16], 16, BLOCKS)
+        if (c.micro_batch, c.recomputed) == (size, recomputed)
+    )
+    engine.set_checkpointing(predicted.checkpointing)
+    measured = step_peak(engine, size, 16 // size, loss)
+    assert measured == pytest.approx(predicted.peak, rel=0.01)
+
+
+def test_a_trace_changes_nothing():
+    model = Net(dropout=0.3)
+    engine, other = engine_of(model), None
+    torch.manual_seed(5)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    trace.measure(engine, batch_of(2), call(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, before, model.parameters()))
+    with_trace = engine.step([batch_of(2)], call(model)).loss
+
+    torch.manual_seed(5)
+    other_model = Net(dropout=0.3)
+    other_model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
+    other = engine_of(other_model)
+    torch.manual_seed(5)
+    assert other.step([batch_of(2)], call(other_model)).loss == with_trace
+
+
+def test_running_statistics_stay():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    engine = engine_of(model)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    trace.measure(engine, torch.randn(8, 4), lambda batch: (model(batch).mean(), len(batch)))
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_blocks_that_run_twice_are_seen_as_one_link():
+    class Shared(Net):
+        def forward(self, ids, labels):
+            hidden = self.embedding(ids)
+            for block in [*self.blocks, *self.blocks]:
+                hidden = block(hidden)
+            loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+            return loss, labels.numel()
+
+    model = Shared()
+    engine = engine_of(model)
+    assert len(trace.measure(engine, batch_of(2), call(model)).links) == 1
+    found = balance.find(engine, batch_of, call(model), samples=16, budget=1 << 40)
+    assert {c.recomputed for c in found.front} <= {0, BLOCKS}
+    measured = step_peak(engine, found.chosen.micro_batch, found.chosen.accumulation, call(model))
+    # One link's peak is no line over the micro-batch: the run that made sure is what holds.
+    assert measured == pytest.approx(found.measured, rel=0.001)
+    assert measured == pytest.approx(found.chosen.peak, rel=0.05)
+
+
+def test_the_peak_of_a_chain_is_the_highest_of_all_its_moments():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        links = [
+            trace.Link(*(int(n) for n in torch.randint(0, 100, (3,), generator=generator)))
+            for _ in range(int(torch.randint(1, 7, (1,), generator=generator)))
+        ]
+        kept = [0, *itertools.accumulate(link.saved for link in links)]
+        moments = [
+            kept[i] + peak
+            for i, link in enumerate(links)
+            for peak in (link.forward_peak, link.backward_peak)
+        ]
+        assert balance._peak(links) == max(0, *moments)
+
+
+def test_budget_and_global_batch_are_all_a_trainer_needs(tmp_path):
+    whole, loss = train(tmp_path / "whole", per_device_train_batch_size=16)
+    peak = whole.engine.memory()["peak_bytes"]
+    last = peak
+    for share in (1.0, 0.6, 0.35):
+        budget = int(peak * share)
+        trainer, found_loss = train(tmp_path / str(share), memory_budget=budget)
+        args = trainer.args
+        assert args.per_device_train_batch_size * args.accumulation == 16
+        held = trainer.engine.memory()["peak_bytes"]
+        assert held <= budget and held <= last
+        last = held
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert args.per_device_train_batch_size < 16 or args.checkpointing["policy"] != "none"
+
+
+def test_what_is_given_stays(tmp_path):
+    trainer, _ = train(tmp_path, memory_budget="64MiB", per_device_train_batch_size=2)
+    assert trainer.args.per_device_train_batch_size == 2 and trainer._found is None
+    trainer, _ = train(tmp_path, memory_budget="64MiB", gradient_checkpointing=True)
+    assert trainer.args.checkpointing["policy"] == "every_n"
+
+
+def test_a_loss_that_may_depend_on_the_micro_batch_is_not_split(tmp_path, caplog):
+    unknown = Net(says_count=False)
+    trainer, _ = train(tmp_path, model=unknown, memory_budget="64MiB")
+    assert trainer.args.per_device_train_batch_size == 8
+    assert trainer._found.candidates == BLOCKS + 1
+    assert "separable_loss=True" in caplog.text
+    caplog.clear()
+    trainer, _ = train(
+        tmp_path, model=Net(says_count=False), memory_budget="64MiB", separable_loss=True
+    )
+    assert trainer._found.candidates == 5 * (BLOCKS + 1)
+    assert not caplog.text
+
+
+def test_a_budget_below_the_floor_names_it(tmp_path):
+    with pytest.raises(balance.NothingFits, match=r"take least, .*raise memory_budget") as raised:
+        model = Net()
+        engine = engine_of(model)
+        balance.find(engine, batch_of, call(model), samples=16, budget=1000)
+    smallest = raised.value.smallest
+    assert smallest.micro_batch == 1
+    assert engine.checkpointing["policy"] == "none"
+    with pytest.raises(poise.Error, match="micro-batch of 1 with every block recomputed ran out"):
+        train(tmp_path, memory_budget=790_000)
+
+
+def test_data_with_batches_of_its_own_cannot_be_split(tmp_path):
+    args = poise.TrainingArguments(
+        str(tmp_path), global_batch_size=8, memory_budget="64MiB", use_cpu=True
+    )
+    loader = torch.utils.data.DataLoader(samples(), batch_size=4)
+    with pytest.raises(poise.Error, match="DataLoader, which cannot be split anew"):
+        poise.Trainer(Net(), args, train_dataset=loader).train()
+    args = poise.TrainingArguments(
+        str(tmp_path),
+        global_batch_size=8,
+        memory_budget="64MiB",
+        dataloader_drop_last=True,
+        use_cpu=True,
+    )
+    with pytest.raises(poise.Error, match="dataloader_drop_last with an open micro-batch"):
+        poise.Trainer(Net(), args, train_dataset=samples()).train()
+
+
+def test_auto_needs_a_device_of_its_own(tmp_path):
+    with pytest.raises(poise.Error, match="memory_budget is auto, but this run is on the CPU"):
+        poise.TrainingArguments(str(tmp_path), memory_budget="auto", use_cpu=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_out_of_memory_halves_and_runs_the_same_window_again(dropout):
+    def losses(parts, budget):
+        torch.manual_seed(2)
+        model = Net(dropout)
+        engine = engine_of(model)
+        notes = []
+        halving = trainer_balance.Halving(engine, notes.append)
+        halving.parts = parts
+        if budget:
+            whole = trace.measure(engine, batch_of(8), call(model))
+            engine = engine_of(
+                model, memory={"budget_bytes": int(sum(whole.held.values()) * 1.0 + budget)}
+            )
+            halving = trainer_balance.Halving(engine, notes.append)
+        torch.manual_seed(2)
+        out = [
+            halving([batch_of(8)], lambda window: engine.step(window, call(model))).loss
+            for _ in range(3)
+        ]
+        return out, notes, halving.parts
+
+    eight = Net(dropout)
+    engine = engine_of(eight)
+    links = trace.measure(engine, batch_of(8), call(eight)).links
+    budget = int(balance._peak(links) * 0.7)
+    ran_out, notes, parts = losses(1, budget)
+    assert parts == 2 and len(notes) == 1 and "halves" in notes[0]
+    # As if it had been run in halves from the start: the same random numbers too.
+    assert ran_out == losses(2, 0)[0]
+
+
+def test_one_sample_that_does_not_fit_is_an_error():
+    model = Net()
+    engine = engine_of(model)
+    held = sum(engine.memory()["current"].values())
+    engine = engine_of(model, memory={"budget_bytes": held + 1000})
+    halving = trainer_balance.Halving(engine, lambda line: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        halving([batch_of(4)], lambda window: engine.step(window, call(model)))
+    assert halving.parts == 4
+
+
+def test_batches_are_split_by_their_rows():
+    batch = {"ids": torch.arange(6).view(3, 2), "scale": torch.tensor(2.0), "name": "x"}
+    parts = list(trainer_balance.split(batch, 2))
+    assert [p["ids"].tolist() for p in parts] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert all(p["scale"] == 2.0 and p["name"] == "x" for p in parts)
+    assert len(list(trainer_balance.split((torch.zeros(2, 3),), 8))) == 2
+    assert next(trainer_balance.split(batch, 1)) is batch
+
+
+def test_candidates_name_their_section():
+    assert Candidate(1, 1, 0, 0, 0.0).checkpointing == {"policy": "none"}
+    assert Candidate(1, 1, 3, 0, 0.0).checkpointing == {"policy": "first_m", "n": 3}
