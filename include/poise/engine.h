@@ -19,6 +19,7 @@
 #include "poise/core.h"
 #include "poise/export.h"
 #include "poise/memory.h"
+#include "poise/optim.h"
 #include "poise/zero.h"
 
 namespace poise {
@@ -124,6 +125,34 @@ class POISE_API Engine {
   // makes norm and flags anew. All ranks; over several they must write the same.
   void begin_update();
   at::Tensor gradient(const std::string& name);
+
+  // For a loop that keeps settings of its own, as a torch optimizer with its schedulers does.
+  // Between windows, the same on all ranks.
+  //
+  // Micro-batches of a full window from now on, instead of those that config says.
+  void set_accumulation(std::int64_t micro_batches);
+  // Each group's parameters by name; every trainable one is in one of them (else Error). Learning
+  // rates and decay come from set_hyperparameters() from now on, not from config and schedule.
+  void group_parameters(const std::vector<std::vector<std::string>>& groups);
+  struct OptimizerConstants {
+    double beta1 = 0.9;
+    double beta2 = 0.999;
+    double eps = 1e-8;
+    double momentum = 0;  // sgd
+  };
+  // Of the updates to come; one entry for each group.
+  void set_hyperparameters(const std::vector<optim::GroupSettings>& groups,
+                           const OptimizerConstants& constants);
+  // The optimizer's moments of a parameter, fp32, shaped like it (moment1 and moment2 of Adam,
+  // momentum of SGD): copies where they are sharded, else the memory itself. All ranks.
+  std::vector<at::Tensor> moments(const std::string& name) const;
+  void set_moments(const std::string& name, const std::vector<at::Tensor>& values);
+  // How many updates have been applied, for bias correction and schedule.
+  void set_updates(std::int64_t updates);
+
+  // Clips this window's gradient to a global L2 norm, instead of config's max_grad_norm; between
+  // the last backward() and step(). Returns the norm before. All ranks.
+  double clip_grad_norm(double max_norm);
 
   // What runs a block while its parameters are whole (zero.stage 3); the blocks of a torch::nn
   // model keep one each. Throws Error on an unknown unit.

@@ -20,6 +20,7 @@ from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
 from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
+from poise.own_loop import wrap  # noqa: E402
 from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
 from poise.status import Status  # noqa: E402
 from poise.trainer import Trainer, TrainOutput  # noqa: E402
@@ -48,4 +49,5 @@ __all__ = [
     "comm",
     "data",
     "memory",
+    "wrap",
 ]

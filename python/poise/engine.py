@@ -174,6 +174,45 @@ class Engine:
         """The window's mean gradient: unscaled, unclipped, fp32; after begin_update."""
         return self._engine.gradient(self._name_of(parameter))
 
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Clips this window's gradient to a global L2 norm, instead of optimizer.max_grad_norm of
+        the configuration; between the last backward and step. Returns the norm before; all ranks."""
+        return self._engine.clip_grad_norm(max_norm)
+
+    def set_accumulation(self, micro_batches: int) -> None:
+        """Micro-batches of a full window from now on; between windows."""
+        self._engine.set_accumulation(micro_batches)
+
+    def group_parameters(self, groups: Sequence[Sequence[Parameter]]) -> None:
+        """Puts every trainable parameter into a group, whose learning rate and weight decay come
+        from set_hyperparameters from now on, not from configuration and schedule."""
+        self._engine.group_parameters([[self._name_of(p) for p in group] for group in groups])
+
+    def set_hyperparameters(
+        self,
+        groups: Sequence[tuple[float, float]],
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        momentum: float = 0.0,
+    ) -> None:
+        """(learning rate, weight decay) of each group and the optimizer's constants, from the next
+        update on."""
+        self._engine.set_hyperparameters(list(groups), beta1, beta2, eps, momentum)
+
+    def moments(self, parameter: Parameter) -> list[torch.Tensor]:
+        """The optimizer's fp32 moments of a parameter, whole; all ranks."""
+        return self._engine.moments(self._name_of(parameter))
+
+    def set_moments(self, parameter: Parameter, values: Sequence[torch.Tensor]) -> None:
+        """Replaces them; all ranks, with the same values."""
+        self._engine.set_moments(self._name_of(parameter), list(values))
+
+    def set_updates(self, updates: int) -> None:
+        """How many updates have been applied: what bias correction and the schedule count from."""
+        self._engine.set_updates(updates)
+
     def master(self, parameter: Parameter) -> torch.Tensor:
         """The fp32 values of a parameter."""
         return self._engine.master(self._name_of(parameter))

@@ -107,6 +107,14 @@ StepResult step_window(Engine& engine, std::size_t count, const py::function& ca
   return engine.step(count, loss, counts);
 }
 
+// Groups as pairs of a learning rate and a weight decay.
+void set_hyperparameters(Engine& engine, const std::vector<std::pair<double, double>>& groups,
+                         double beta1, double beta2, double eps, double momentum) {
+  std::vector<optim::GroupSettings> settings;
+  for (const auto& [lr, weight_decay] : groups) settings.push_back({lr, weight_decay});
+  engine.set_hyperparameters(settings, {beta1, beta2, eps, momentum});
+}
+
 // Python's `with` around ForwardScope.
 class ForwardGuard {
  public:
@@ -222,6 +230,14 @@ void bind_engine(py::module_& module) {
           py::arg("last") = false, NoGil())
       .def("discard_window", &Engine::discard_window, NoGil())
       .def("begin_update", &Engine::begin_update, NoGil())
+      .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), NoGil())
+      .def("set_accumulation", &Engine::set_accumulation, py::arg("micro_batches"), NoGil())
+      .def("group_parameters", &Engine::group_parameters, py::arg("groups"), NoGil())
+      .def("set_hyperparameters", &set_hyperparameters, py::arg("groups"), py::arg("beta1"),
+           py::arg("beta2"), py::arg("eps"), py::arg("momentum"), NoGil())
+      .def("moments", &Engine::moments, py::arg("name"), NoGil())
+      .def("set_moments", &Engine::set_moments, py::arg("name"), py::arg("values"), NoGil())
+      .def("set_updates", &Engine::set_updates, py::arg("updates"), NoGil())
       .def("gradient", &Engine::gradient, py::arg("name"), NoGil())
       .def("refresh", &Engine::refresh, py::arg("name"), NoGil())
       .def("master", &Engine::master, py::arg("name"), NoGil())

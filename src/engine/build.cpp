@@ -59,6 +59,20 @@ void refuse_patterns_without_match(const ParamTable& table, const config::Optimi
 
 }  // namespace
 
+std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Shards& shards,
+                                        int flat, const std::function<int(int)>& group_of) {
+  std::vector<optim::Segment> segments;
+  const auto optimized = shards.optimized(flat);
+  for (const int e : table.flats()[static_cast<std::size_t>(flat)].entries) {
+    const auto& entry = table.entries()[static_cast<std::size_t>(e)];
+    const int group = group_of(e);
+    const auto part = zero::overlap({entry.offset, entry.offset + entry.numel}, optimized);
+    if (part.size() == 0) continue;
+    segments.push_back({part.begin - optimized.begin, part.end - optimized.begin, group});
+  }
+  return segments;
+}
+
 OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
                           const zero::Shards& shards, const config::OptimizerPolicy& policy,
                           const optim::Optimizer& optimizer, const memory::Ledger& ledger) {
@@ -69,7 +83,6 @@ OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
     if (!layout.trainable) continue;
     const int flat = static_cast<int>(f);
     const auto& tensors = store.flat(flat);
-    const auto optimized = shards.optimized(flat);
     optim::Span span;
     span.master = tensors.master;
     if (tensors.own_master) span.low = store.optimized_values(flat);
@@ -77,13 +90,9 @@ OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
     memory::AccountScope scope(ledger, memory::Account::optimizer);
     for (int m = 0; m < optimizer.num_moments(); ++m)
       span.moments.push_back(at::zeros_like(tensors.master));
-    for (const int e : layout.entries) {
-      const auto& entry = table.entries()[static_cast<std::size_t>(e)];
-      const int group = index_of(made.groups, group_of(entry, policy));
-      const auto part = zero::overlap({entry.offset, entry.offset + entry.numel}, optimized);
-      if (part.size() == 0) continue;
-      span.segments.push_back({part.begin - optimized.begin, part.end - optimized.begin, group});
-    }
+    span.segments = segments_of(table, shards, flat, [&](int e) {
+      return index_of(made.groups, group_of(table.entries()[static_cast<std::size_t>(e)], policy));
+    });
     made.spans.push_back(std::move(span));
     made.flats.push_back(flat);
   }

@@ -252,12 +252,14 @@ std::int64_t Engine::micro_batches() const { return impl_->micro_batches; }
 
 // Stop 11's other half: the schedule counts applied updates.
 double Engine::Impl::learning_rate() const {
+  if (!given_groups.empty()) return given_groups.front().lr;
   auto schedule = config.schedule;
   if (schedule.total_updates == 0) schedule.total_updates = config.train.max_updates;
   return config.optimizer.lr * optim::schedule_multiplier(schedule, updates);
 }
 
 std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {
+  if (!given_groups.empty()) return given_groups;
   std::vector<optim::GroupSettings> settings;
   const double lr = learning_rate();
   for (const auto& group : optimizer_spans.groups)

@@ -3,8 +3,11 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "engine/loss_weights.h"
 #include "poise/comm.h"
@@ -35,6 +38,9 @@ struct OptimizerSpans {
 OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
                           const zero::Shards& shards, const config::OptimizerPolicy& policy,
                           const optim::Optimizer& optimizer, const memory::Ledger& ledger);
+// This rank's segments of a flat; `group_of` gives the group of an entry.
+std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Shards& shards,
+                                        int flat, const std::function<int(int)>& group_of);
 
 enum class WindowState {
   closed,  // no micro-batch since the last update
@@ -118,13 +124,15 @@ struct Engine::Impl {
   void apply(double factor);
   void take_edited_gradients();
   std::vector<optim::GroupSettings> group_settings() const;
+  // The optimizer's span that a trainable parameter lives in, and its entry of the table.
+  std::pair<std::size_t, int> span_of(const std::string& name) const;
   double learning_rate() const;
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
   const comm::Ranks ranks;
   const std::shared_ptr<comm::Group> group;  // all of them
-  const std::int64_t accumulation;           // micro-batches of a full window
+  std::int64_t accumulation;                 // micro-batches of a full window
   const ParamTable table;
   const zero::Shards shards;
   memory::Ledger ledger;
@@ -134,6 +142,7 @@ struct Engine::Impl {
   std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
   std::unique_ptr<optim::Optimizer> optimizer;
   engine::OptimizerSpans optimizer_spans;
+  std::vector<optim::GroupSettings> given_groups;  // instead of the config's; empty: not given
   precision::LossScaler scaler;
   engine::LossWeights loss_weights;
   at::Device device;
@@ -144,6 +153,7 @@ struct Engine::Impl {
   std::int64_t updates = 0;
   std::int64_t skipped = 0;
   engine::Sums sums;
+  std::optional<double> clip_at;  // of the open window, instead of the config's
   // Handed out by gradient(): the entry's mean gradient, and a copy to see whether it was written.
   struct Lent {
     at::Tensor gradient;

@@ -33,6 +33,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
   ledger.reset_peak();
   times = {};
   micro_batches = 0;
+  clip_at.reset();
   window_start = engine::Clock::now();
   state = WindowState::open;
 }
@@ -90,7 +91,7 @@ double Engine::Impl::unscale_factor(double tokens) const {
 
 // As torch's clip_grad_norm_, so that both clip alike.
 double Engine::Impl::clip_factor(double grad_norm) const {
-  const double limit = config.optimizer.max_grad_norm;
+  const double limit = clip_at.value_or(config.optimizer.max_grad_norm);
   if (limit <= 0) return 1.0;
   return std::min(1.0, limit / (grad_norm + 1e-6));
 }

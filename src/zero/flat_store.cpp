@@ -361,6 +361,9 @@ at::Tensor FlatStore::whole_master(int index) {
   return tensors.own_master ? gathered(tensors.master, index, "master") : tensors.values;
 }
 
+at::Tensor FlatStore::whole_moment(int index, const at::Tensor& moment) {
+  return shards_.splits_optimizer() ? gathered(moment, index, "moment") : moment;
+}
 at::Tensor FlatStore::whole_gradient(int index) {
   if (!shards_.splits_optimizer()) return flat(index).accumulator;
   return gathered(gradient_shard(index), index, "gradient");

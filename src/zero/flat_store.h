@@ -71,6 +71,8 @@ class FlatStore {
   // A whole copy of what every rank holds a shard of: masters or summed gradients. All ranks call.
   at::Tensor whole_master(int flat);
   at::Tensor whole_gradient(int flat);
+  // The same of a moment of the optimizer, which is kept as its masters are.
+  at::Tensor whole_moment(int flat, const at::Tensor& moment);
 
   // The entry's sum becomes `values` (shaped like the parameter), as far as it is kept here.
   void write_gradient(int entry, const at::Tensor& values);

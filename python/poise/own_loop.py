@@ -1,0 +1,141 @@
+"""poise.wrap: a torch loop goes on as it is written, and trains by an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from poise import eval_share, model_view, torch_optimizer
+from poise._C import Error
+from poise.config import ConfigLike, read_config, settings_of
+from poise.engine import Engine
+from poise.wrapped_model import WrappedModel
+
+
+class Wrapped(NamedTuple):
+    """What poise.wrap returns; the optimizer and the scheduler are the given objects."""
+
+    model: WrappedModel
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    loader: Any
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    loader: Iterable[Any] | None = None,
+    *,
+    accumulation: int = 1,
+    config: Mapping[str, Any] | None = None,
+    units: model_view.UnitChoice = None,
+    group: Any = None,
+) -> Wrapped:
+    """Hands a model and its torch optimizer to an engine.
+
+    The loop then says model.backward(loss) for loss.backward(), and model.clip_grad_norm_(...) for
+    torch's function; optimizer.step(), scheduler.step() and optimizer.zero_grad() stay where they
+    are, once per micro-batch, and act once per update. Nothing is clipped unasked.
+
+    Args:
+      model: trained in place; gradients are the engine's, `.grad` stays empty.
+      optimizer: torch.optim.AdamW, Adam or SGD with its groups, settings and state.
+      scheduler: torch's schedulers of that optimizer (one, or a list): they step once per applied
+        update. ReduceLROnPlateau, which watches a metric, steps whenever it is asked.
+      loader: gives the batches; known to poise, the last window of an epoch may be short, and a
+        micro-batch weighs as many samples as it has.
+      accumulation: micro-batches of one update on a rank.
+      config: further settings of the engine (precision, checkpointing, zero, memory, ...).
+      units, group: as in poise.Engine.
+
+    Raises poise.Error on an optimizer without a kernel, and on settings that the torch objects
+    have already.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Error(
+            f"[loop] the optimizer is {type(optimizer).__name__}; give a torch.optim.AdamW, Adam or "
+            "SGD, or use poise.Engine, which has its own"
+        )
+    schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
+    schedulers = [one for one in schedulers if one is not None]
+    _check_schedulers(optimizer, schedulers, accumulation)
+    torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
+    settings = _settings(optimizer, accumulation, config)
+    engine = Engine(model, settings, units, group)
+    if loader is not None:
+        _check_ranks(loader, engine)
+    wrapped = WrappedModel(engine, optimizer, loader)
+    for one in schedulers:
+        gate(one, wrapped)
+    return Wrapped(wrapped, optimizer, scheduler, wrapped.loader)
+
+
+def gate(scheduler: Any, model: WrappedModel) -> None:
+    """Its step() does nothing but after an update that was applied."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return
+    step = scheduler.step
+
+    def after_updates(*args: Any, **kwargs: Any) -> None:
+        if model.step_was_applied:
+            step(*args, **kwargs)
+
+    scheduler.step = after_updates
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer, accumulation: int, config: ConfigLike
+) -> dict[str, Any]:
+    given = settings_of(read_config(config))
+    default = settings_of(read_config(None))
+    for section in ("optimizer", "schedule"):
+        changed = [
+            f"{section}.{key}"
+            for key, value in given[section].items()
+            if value != default[section][key] and key != "max_grad_norm"
+        ]
+        if changed:
+            raise Error(
+                f"[loop] the settings have {changed[0]}, which the torch {section.replace('schedule', 'scheduler')} "
+                "says already; leave it out"
+            )
+    if given["batch"]["accumulation"] not in (0, accumulation) and accumulation != 1:
+        raise Error(
+            f"[loop] accumulation is {accumulation}, and batch.accumulation in the settings "
+            f"{given['batch']['accumulation']}; leave one out"
+        )
+    asked = config.get("optimizer", {}) if isinstance(config, Mapping) else {}
+    given["optimizer"] = {
+        **torch_optimizer.to_settings(optimizer),
+        "max_grad_norm": asked.get("max_grad_norm", 0.0),
+    }
+    if accumulation != 1 or not given["batch"]["accumulation"]:
+        given["batch"]["accumulation"] = accumulation
+    return given
+
+
+def _check_schedulers(optimizer: Any, schedulers: list[Any], accumulation: int) -> None:
+    for one in schedulers:
+        if getattr(one, "optimizer", optimizer) is not optimizer:
+            raise Error("[loop] the scheduler belongs to another optimizer; give this one's")
+    watched = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if watched and not schedulers and accumulation > 1:
+        raise Error(
+            "[loop] the optimizer has a scheduler that poise.wrap was not given: it would step once "
+            "per micro-batch; give scheduler="
+        )
+
+
+def _check_ranks(loader: Any, engine: Engine) -> None:
+    if engine.group.size == 1 or not isinstance(loader, DataLoader):
+        return
+    if not eval_share.splits_itself(loader):
+        raise Error(
+            f"[loop] the loader gives all {engine.group.size} ranks the same samples; give its "
+            "DataLoader a torch DistributedSampler"
+        )

@@ -1,0 +1,245 @@
+"""A torch optimizer whose work an engine does: its groups, settings and state are the engine's.
+
+The object stays, so that schedulers and loops that hold it go on working: before every update the
+engine reads its param_groups, and its step(), zero_grad(), state_dict() and load_state_dict() act on
+the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from poise._C import Error
+
+if TYPE_CHECKING:
+    from poise.engine import Engine
+
+logger = logging.getLogger("poise")
+
+# Names of torch's state, in the order of the engine's moments.
+MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+_REFUSED = ("amsgrad", "maximize", "differentiable")  # in a group; all False by default
+_SHARED = ("betas", "eps", "momentum", "nesterov", "dampening", "decoupled_weight_decay")
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its name in the engine's settings; raises Error on one that the engine has no kernel for."""
+    for known in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        if isinstance(optimizer, known) and _same_step(type(optimizer), known):
+            if known is torch.optim.SGD:
+                return "sgd"
+            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", False)
+            return "adamw" if decoupled or known is torch.optim.AdamW else "adam"
+    raise Error(
+        f"[loop] the optimizer is {type(optimizer).__name__}; poise has kernels for torch.optim.AdamW, "
+        "Adam and SGD: use one of these, or keep this loop in plain torch"
+    )
+
+
+def to_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer section of the engine's settings."""
+    kind = kind_of(optimizer)
+    first = optimizer.param_groups[0]
+    for group in optimizer.param_groups:
+        on = [name for name in _REFUSED if group.get(name)]
+        if on:
+            raise Error(f"[loop] the optimizer has {on[0]}=True, which poise has no kernel for")
+        for name in _SHARED:
+            if group.get(name) != first.get(name):
+                raise Error(
+                    f"[loop] the optimizer's groups differ in {name} ({first.get(name)} and "
+                    f"{group.get(name)}); groups may differ in lr and weight_decay"
+                )
+    if first.get("dampening"):
+        raise Error(
+            f"[loop] the optimizer has dampening={first['dampening']}; poise knows SGD without it"
+        )
+    settings = {"type": kind, "lr": float(first["lr"])}
+    # torch decays whatever is in a group with weight_decay, biases too.
+    settings |= {"weight_decay": float(first["weight_decay"]), "decay_rule": "all"}
+    if kind == "sgd":
+        return settings | {"momentum": first["momentum"], "nesterov": first["nesterov"]}
+    beta1, beta2 = (float(beta) for beta in first["betas"])
+    return settings | {"beta1": beta1, "beta2": beta2, "eps": float(first["eps"])}
+
+
+def freeze_what_it_leaves_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Parameters that no group holds would never change: they need no gradient either."""
+    of_model = {id(p) for p in model.parameters()}
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    foreign = [p for p in held.values() if id(p) not in of_model]
+    if foreign:
+        raise Error(
+            f"[loop] the optimizer has a parameter of shape {tuple(foreign[0].shape)} that is none "
+            "of the model; make it from model.parameters()"
+        )
+    left_out = [
+        (n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in held
+    ]
+    for _, parameter in left_out:
+        parameter.requires_grad_(False)
+    if left_out:
+        logger.warning(
+            "[loop] %d parameters of the model are in no group of the optimizer (the first is %s): "
+            "they are frozen",
+            len(left_out),
+            left_out[0][0],
+        )
+
+
+class HandedOver:
+    """The tie between an optimizer and the engine that does its work.
+
+    Args:
+      optimizer: its step() calls `step` from now on; its state goes to the engine.
+      engine: made with to_settings(optimizer).
+      step: closes the window, or does nothing where one is not full.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, step: Callable[[], Any]
+    ) -> None:
+        self.optimizer, self._engine = optimizer, engine
+        self._kind = kind_of(optimizer)
+        self._names = {id(p): name for name, p in _trainable(engine.model)}
+        engine.group_parameters([self._names_of(group) for group in optimizer.param_groups])
+        self._give_state()
+        self.give_settings()
+        self._replace_methods(step)
+
+    def give_settings(self) -> None:
+        """Learning rates and all else that a scheduler changes, for the next update."""
+        groups = self.optimizer.param_groups
+        first = groups[0]
+        beta1, beta2 = first.get("betas", (0.9, 0.999))
+        self._engine.set_hyperparameters(
+            [(float(group["lr"]), float(group["weight_decay"])) for group in groups],
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(first.get("eps", 1e-8)),
+            momentum=float(first.get("momentum", 0.0)),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with whole moments; all ranks."""
+        held = self.optimizer.state
+        for _, parameter in self._parameters() if self._engine.updates else ():
+            moments = self._engine.moments(parameter)
+            held[parameter] = dict(zip(MOMENTS[self._kind], moments, strict=False))
+            if self._kind != "sgd":
+                held[parameter]["step"] = torch.tensor(float(self._engine.updates))
+        state = type(self.optimizer).state_dict(self.optimizer)
+        state["state"] = {
+            number: {
+                name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in entry.items()
+            }
+            for number, entry in state["state"].items()
+        }
+        held.clear()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what state_dict() of this or of a plain torch optimizer gave; all ranks."""
+        type(self.optimizer).load_state_dict(self.optimizer, state)
+        self._give_state()
+        self.give_settings()
+
+    def _give_state(self) -> None:
+        held = self.optimizer.state
+        if not held:
+            return
+        steps, missing = set(), []
+        for name, parameter in self._parameters():
+            entry = held.get(parameter)
+            if not entry:
+                missing.append(name)
+                continue
+            steps.add(float(entry.get("step", math.nan)))
+            moments = [entry.get(key) for key in MOMENTS[self._kind]]
+            moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
+            self._engine.set_moments(parameter, [m.float() for m in moments])
+        steps = {step for step in steps if not math.isnan(step)}
+        if len(steps) > 1:
+            raise Error(
+                f"[loop] the optimizer's parameters have seen between {min(steps):.0f} and "
+                f"{max(steps):.0f} updates; poise counts one number for all: begin with a fresh "
+                "optimizer"
+            )
+        if missing:
+            logger.warning(
+                "[loop] %d parameters have no state in the optimizer (the first is %s): their "
+                "moments begin at zero",
+                len(missing),
+                missing[0],
+            )
+        if steps:
+            self._engine.set_updates(int(steps.pop()))
+        held.clear()  # the engine has it; twice would be twice the memory
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(self._names[id(p)], p) for g in self.optimizer.param_groups for p in g["params"]
+                if p.requires_grad]  # fmt: skip
+
+    def _names_of(self, group: dict[str, Any]) -> list[str]:
+        return [self._names[id(p)] for p in group["params"] if p.requires_grad]
+
+    def _replace_methods(self, step: Callable[[], Any]) -> None:
+        replaced = {
+            "step": functools.partial(_step, step),
+            "zero_grad": _zero_grad,
+            "state_dict": lambda _: self.state_dict(),
+            "load_state_dict": lambda _, state_dict: self.load_state_dict(state_dict),
+            "add_param_group": _add_param_group,
+        }
+        for name, function in replaced.items():
+            # An attribute of this object alone, as torch's schedulers do it with step().
+            bound = types.MethodType(_named(function, name), self.optimizer)
+            setattr(self.optimizer, name, bound)
+
+
+def _named(function: Callable, name: str) -> Callable:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    method.__name__ = name
+    method._wrapped_by_lr_sched = True  # a scheduler made later must not wrap step() again
+    return method
+
+
+def _step(close: Callable[[], Any], optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+    if closure is not None:
+        raise Error(
+            "[loop] optimizer.step(closure): the closure's gradients do not reach the engine"
+        )
+    optimizer._opt_called = True  # what torch's schedulers ask for
+    close()
+
+
+def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Nothing: gradients are the engine's, and zero after each update."""
+
+
+def _add_param_group(optimizer: torch.optim.Optimizer, param_group: Any) -> None:
+    raise Error("[loop] add_param_group() after poise.wrap: add groups before it")
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _same_step(kind: type, known: type) -> bool:
+    """Whether a subclass has the update of `known`: torch wraps step() once for every class."""
+    return inspect.unwrap(kind.step) is inspect.unwrap(known.step)

@@ -1,0 +1,189 @@
+"""A model that trains by an engine in its user's own loop, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from poise._batch import cast_inputs, count_targets
+from poise._C import Error, StepResult
+from poise.config import settings_of
+from poise.engine import Engine
+from poise.loss import Count, as_loss
+from poise.marked_loader import MarkedLoader
+from poise.model_call import ModelCall, labels_in
+from poise.torch_optimizer import HandedOver
+
+
+class WrappedModel:
+    """Called, it is the model's forward in the precision of the run; its other attributes are the
+    model's (train(), eval(), parameters(), config, ...).
+
+    A window is as many backward() as `accumulation`; the last one of an epoch may be shorter, where
+    the loader is known. Each micro-batch weighs as many tokens (or samples) as its loss is a mean
+    over: `tokens` of backward(), else the labels that the forward got, else those of the loader's
+    batch.
+
+    Attributes:
+      engine: does the work.
+      module: the model itself.
+      loader: the given one, which knows its last batch; None: not given.
+      last_result: StepResult of the last update, None before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.module = engine.model
+        self.last_result: StepResult | None = None
+        self._optimizer = HandedOver(optimizer, engine, self.step)
+        self.loader = None if loader is None else MarkedLoader(loader, self._new_epoch)
+        self._counts = ModelCall(engine.model)
+        self._forward_count: Count = None
+        self._syncs = True
+        self._accumulation = settings_of(engine.config)["batch"]["accumulation"] or 1
+        self._widens = settings_of(engine.config)["precision"]["dtype"] != "fp32"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.engine(*args, **kwargs)
+        if torch.is_grad_enabled() and labels_in(kwargs) is not None:
+            self._forward_count = self._counts.count(kwargs)
+        # A loss outside of the forward would else be computed in 16 bits.
+        return _widened(outputs) if self._widens else outputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "engine"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def backward(self, loss: Any, tokens: Count = None) -> None:
+        """Accumulates the gradient of a micro-batch: in place of loss.backward().
+
+        Args:
+          loss: the micro-batch's mean, not divided by the accumulation; or what poise.Loss allows.
+          tokens: how many tokens (or samples) it is a mean over.
+        """
+        loss = as_loss(loss)
+        if loss.count is None and loss.kind == "mean":
+            loss.count = tokens if tokens is not None else self._count()
+        self._forward_count = None
+        self.engine.backward(loss)
+        self._syncs = self._closes()
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clips the window's gradient to a global L2 norm: in place of torch's function of that name.
+
+        Args:
+          parameters: those of the model, all of them; or max_norm alone.
+          max_norm: above 0.
+
+        Returns the norm before; None where the window goes on, since there is no gradient yet.
+        """
+        if max_norm is None:
+            parameters, max_norm = None, parameters
+        if norm_type != 2:
+            raise Error(
+                f"[loop] clip_grad_norm_ with norm_type {norm_type}; poise clips the L2 norm"
+            )
+        self._check_all(parameters)
+        if not self._syncs or self.engine.micro_batches == 0:
+            return None
+        return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
+
+    def step(self) -> StepResult | None:
+        """The update, where the window is full; else nothing. optimizer.step() calls it."""
+        if not self._syncs:
+            return None
+        self._optimizer.give_settings()
+        self.last_result = self.engine.step(last=True)
+        return self.last_result
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch is the last one of its window: optimizer.step() then updates."""
+        return self._syncs
+
+    @property
+    def step_was_applied(self) -> bool:
+        """Whether the last optimizer.step() changed the parameters."""
+        return self._syncs and self.last_result is not None and self.last_result.applied
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    @contextlib.contextmanager
+    def accumulate(self, *_: Any) -> Iterator[None]:
+        """Around one micro-batch, as in accelerate; sync_gradients is then known from its start on."""
+        self._syncs = self._closes(self.engine.micro_batches + 1)
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self, *_: Any) -> Iterator[None]:
+        """Around micro-batches whose optimizer.step() shall do nothing, as torch's DDP has it."""
+        yield
+        self._syncs = False
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision of the run, for a forward that is not just a call of this object."""
+        return self.engine.forward_scope()
+
+    def train(self, mode: bool = True) -> WrappedModel:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> WrappedModel:
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's, with whole tensors; all ranks."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Into the model, on rank 0 for all; all ranks."""
+        with self.engine.gathered(writer=0):
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+    def _closes(self, micro_batches: int | None = None) -> bool:
+        done = self.engine.micro_batches if micro_batches is None else micro_batches
+        return done >= self._accumulation or (self.loader is not None and self.loader.at_end)
+
+    def _count(self) -> Count:
+        if self._forward_count is not None:
+            return self._forward_count
+        batch = None if self.loader is None else self.loader.batch
+        labels = labels_in(batch)
+        if batch is None or labels is None or labels.is_floating_point() or labels.dim() == 0:
+            return None if batch is None else self._counts.count(batch)
+        return count_targets(labels)  # the loop's own loss: nothing is shifted inside the model
+
+    def _new_epoch(self) -> None:
+        """A pass that was left before its end leaves no part of a window behind."""
+        self.engine.discard_window()
+
+    def _check_all(self, parameters: Any) -> None:
+        if parameters is None:
+            return
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        ids = {id(p) for p in given}
+        left_out = [
+            n for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in ids
+        ]
+        if left_out:
+            raise Error(
+                f"[loop] clip_grad_norm_ got {len(ids)} parameters, without {left_out[0]}; poise "
+                "clips the norm over all that are trained: give model.parameters()"
+            )
+
+
+def _widened(outputs: Any) -> Any:
+    return cast_inputs(outputs, torch.float32)

@@ -1,0 +1,504 @@
+"""poise.wrap: a torch loop keeps its optimizer, scheduler and state, and trains by an engine."""
+
+import copy
+import difflib
+import importlib.util
+import logging
+from pathlib import Path
+
+import poise
+import pytest
+import torch
+import torch.nn.functional as F
+from poise.marked_loader import MarkedLoader
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def network(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)).to(dtype)
+
+
+def rows(count, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    return TensorDataset(torch.randn(count, 8, generator=generator) + labels[:, None], labels)
+
+
+def adamw(model, **changes):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, **changes})
+
+
+def plain(model, optimizer, windows, scheduler=None, max_norm=None):
+    """Each window as one big batch, in plain torch; returns the norms before clipping."""
+    norms = []
+    for x, y in windows:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(next(model.parameters()).dtype)), y).backward()
+        limit = float("inf") if max_norm is None else max_norm
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return norms
+
+
+def wrapped(model, optimizer, scheduler, loader, accumulation, max_norm=None, epochs=1, **more):
+    """The loop as its user writes it; returns norms, learning rates and the wrapped model."""
+    model, optimizer, scheduler, loader = poise.wrap(
+        model, optimizer, scheduler, loader, accumulation=accumulation, **more
+    )
+    norms, rates = [], []
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            model.backward(F.cross_entropy(model(x), y))
+            norm = None if max_norm is None else model.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            if norm is not None:
+                norms.append(float(norm))
+            rates.append(optimizer.param_groups[0]["lr"])
+    return norms, rates, model
+
+
+def distance(model, reference):
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    top = sum(((a.detach().double() - b.detach().double()) ** 2).sum() for a, b in pairs)
+    return float(
+        (top / sum((p.detach().double() ** 2).sum() for p in reference.parameters())).sqrt()
+    )
+
+
+# The example.
+
+
+def test_the_example_changes_four_lines_and_nothing_else():
+    before, after = (
+        (EXAMPLES / f"{name}.py").read_text().split('"""', 2)[2].splitlines()
+        for name in ("plain_loop", "plain_loop_with_poise")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    assert 1 <= len(changed) <= 4, changed
+    assert len(before) + 2 >= len(after)  # the import and the call
+
+
+def test_the_example_learns_as_the_plain_loop_does(capsys):
+    reference = load("plain_loop").main()
+    # The same updates: micro-batches of a quarter, four of them in a window.
+    losses = load("plain_loop_with_poise").main(batch_size=8)
+    first = [sum(losses[i : i + 4]) / 4 for i in range(0, 44, 4)]
+    assert first == pytest.approx(reference[:11], rel=1e-5)
+    assert "loss" in capsys.readouterr().out
+
+
+# The same training as torch's own.
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_groups_settings_and_clipping_are_the_optimizers(size):
+    data = rows(20)  # windows of 12 and of 8 samples
+    windows = [data[:12], data[12:]]
+    reference = network(dtype=torch.float64)
+    norms = plain(reference, adamw(reference), windows, max_norm=0.5)
+    torch_too = network()
+    plain(torch_too, adamw(torch_too), windows, max_norm=0.5)
+    model = network()
+    loader = DataLoader(data, batch_size=size)
+    ours, _, _ = wrapped(model, adamw(model), None, loader, accumulation=12 // size, max_norm=0.5)
+    assert ours == pytest.approx(norms, rel=1e-5)
+    assert distance(model, reference) <= max(2 * distance(torch_too, reference), 2e-7)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    ],
+)
+def test_every_known_optimizer_trains_as_torchs(make):
+    data = rows(32)
+    windows = [data[i : i + 8] for i in range(0, 32, 8)]
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, make(reference.parameters()), windows)
+    wrapped(model, make(model.parameters()), None, DataLoader(data, batch_size=4), accumulation=2)
+    assert distance(model, reference) < 1e-6
+
+
+def test_nothing_is_clipped_unasked():
+    data = rows(8)
+    reference, model = network(dtype=torch.float64), network()
+    with torch.no_grad():
+        for p in (*reference.parameters(), *model.parameters()):
+            p.mul_(20)  # norms far above 1
+    norms = plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [data[:8]])
+    assert norms[0] > 1.5
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(model, sgd, None, DataLoader(data, batch_size=4), accumulation=2)
+    assert distance(model, reference) < 1e-6
+
+
+def test_a_short_last_window_is_a_whole_update():
+    # Peers divide it by the full number of micro-batches: half a step here.
+    data = rows(10)
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [data[:8], data[8:]])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(model, sgd, None, DataLoader(data, batch_size=2), accumulation=4)
+    assert distance(model, reference) < 1e-6
+
+
+def test_a_window_never_reaches_into_the_next_epoch():
+    data = rows(6)
+    reference, model = network(dtype=torch.float64), network()
+    windows = [data[:4], data[4:], data[:4], data[4:]]
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), windows)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, run = wrapped(model, sgd, None, DataLoader(data, batch_size=2), 2, epochs=2)
+    assert run.last_result.updates == 4
+    assert distance(model, reference) < 1e-6
+
+
+def test_an_epoch_left_early_leaves_nothing_of_its_window():
+    data = rows(8)
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [data[:8]])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, sgd, _, loader = poise.wrap(
+        model, sgd, None, DataLoader(data, batch_size=2), accumulation=4
+    )
+    for x, y in loader:
+        run.backward(F.cross_entropy(run(x), 2 - y))
+        sgd.step()
+        break
+    for x, y in loader:
+        run.backward(F.cross_entropy(run(x), y))
+        sgd.step()
+    assert distance(model, reference) < 1e-6
+
+
+def test_tokens_weigh_by_what_the_loss_counted():
+    # The labels of a batch are masked unevenly: a mean of means would be another number.
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 8, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    y[1:4] = -100
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [(x, y)])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped(model, sgd, None, DataLoader(TensorDataset(x, y), batch_size=4), accumulation=2)
+    assert distance(model, reference) < 1e-6
+    by_hand = network()
+    run, sgd, _, _ = poise.wrap(
+        by_hand, torch.optim.SGD(by_hand.parameters(), lr=0.1), accumulation=2
+    )
+    for part in (slice(0, 4), slice(4, 8)):
+        run.backward(F.cross_entropy(run(x[part]), y[part]), tokens=(y[part] != -100).sum())
+        sgd.step()
+    assert distance(by_hand, reference) < 1e-6
+
+
+# Schedulers.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=4, eta_min=1e-3),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda n: 1 / (n + 1), lambda n: 0.5**n]),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=9),  # moves beta1
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+                torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+            ],
+            [2],
+        ),
+    ],
+)
+def test_torchs_schedulers_step_once_per_update(make):
+    data = rows(32)
+    windows = [data[i : i + 8] for i in range(0, 32, 8)]
+    reference, model = network(dtype=torch.float64), network()
+    theirs, ours = adamw(reference), adamw(model)
+    plain(reference, theirs, windows, make(theirs))
+    wrapped(model, ours, make(ours), DataLoader(data, batch_size=2), accumulation=4)
+    for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert (a["lr"], a["betas"]) == (b["lr"], b["betas"])
+    assert distance(model, reference) < 2e-6
+
+
+def test_a_scheduler_waits_while_updates_are_skipped():
+    data, model = rows(8), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    step_down = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    run, sgd, step_down, _ = poise.wrap(model, sgd, step_down)
+    for factor in (1.0, float("nan"), 1.0):
+        run.backward(F.cross_entropy(run(data[:4][0]), data[:4][1]) * factor, tokens=4)
+        sgd.step()
+        step_down.step()
+    assert run.last_result.skipped == 1
+    assert sgd.param_groups[0]["lr"] == 0.25
+
+
+def test_a_plateau_scheduler_steps_when_it_is_asked():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.1)
+    poise.wrap(model, sgd, plateau, accumulation=4)
+    for metric in (1.0, 2.0):
+        plateau.step(metric)
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_a_scheduler_made_after_wrapping_reads_and_writes_the_same_groups():
+    data, model = rows(4), network()
+    run, sgd, _, _ = poise.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    for _ in range(2):
+        run.backward(F.cross_entropy(run(data[:4][0]), data[:4][1]))
+        sgd.step()
+        scheduler.step()
+    assert run.last_result.lr == 0.5
+
+
+# State.
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_training_goes_on_from_a_plain_optimizer_and_back(kind):
+    data = rows(48)
+    windows = [data[i : i + 8] for i in range(0, 48, 8)]
+
+    def optimizer(model):
+        if kind == "adamw":
+            return adamw(model)
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    reference = network(dtype=torch.float64)
+    plain(reference, optimizer(reference), windows)
+    # Two updates in plain torch, two by the engine, two in plain torch again.
+    model = network()
+    first = optimizer(model)
+    plain(model, first, windows[:2])
+    middle = TensorDataset(*data[16:32])
+    wrapped(model, first, None, DataLoader(middle, batch_size=4), accumulation=2)
+    assert not first.state  # the engine has it
+    state = copy.deepcopy(first.state_dict())
+    assert len(state["state"]) == 4
+    last_model = copy.deepcopy(network())
+    last_model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()})
+    last = optimizer(last_model)
+    last.load_state_dict(state)
+    plain(last_model, last, windows[4:])
+    assert distance(last_model, reference) < 2e-6
+
+
+def test_state_of_a_wrapped_optimizer_loads_into_another():
+    data = rows(32)
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, adamw(reference), [data[i : i + 8] for i in range(0, 32, 8)])
+    _, _, run = wrapped(
+        model, first := adamw(model), None, DataLoader(TensorDataset(*data[:16]), batch_size=8), 1
+    )
+    other = network(seed=5)
+    second = adamw(other, lr=7.0)
+    run2, second, _, loader = poise.wrap(
+        other, second, None, DataLoader(TensorDataset(*data[16:]), batch_size=8)
+    )
+    run2.load_state_dict(run.state_dict())
+    second.load_state_dict(first.state_dict())
+    for x, y in loader:
+        run2.backward(F.cross_entropy(run2(x), y))
+        second.step()
+    assert distance(other, reference) < 2e-6
+    assert run2.last_result.updates == 4
+
+
+# Precision.
+
+
+def test_bf16_forwards_and_a_loss_outside_of_the_model_in_fp32():
+    data, model = rows(8), network()
+    seen = []
+    model[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    run, *_ = poise.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config={"precision": {"dtype": "bf16"}}
+    )
+    logits = run(data[:8][0])
+    assert seen == [torch.bfloat16] and logits.dtype == torch.float32
+    run.backward(F.cross_entropy(logits, data[:8][1]))
+    assert run.step().applied
+
+
+def test_accumulate_says_when_the_window_closes():
+    data = rows(10)
+    model = network()
+    run, sgd, _, loader = poise.wrap(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        DataLoader(data, batch_size=2),
+        accumulation=2,
+    )
+    closes = []
+    for x, y in loader:
+        with run.accumulate(model):
+            closes.append(run.sync_gradients)
+            run.backward(F.cross_entropy(run(x), y))
+            if run.sync_gradients:
+                run.clip_grad_norm_(1.0)
+            sgd.step()
+    assert closes == [False, True, False, True, True]
+    assert run.last_result.updates == 3
+
+
+# The model behind it.
+
+
+def test_it_is_the_model_in_all_else():
+    model = network()
+    run, *_ = poise.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.module is model and run.training
+    assert run.eval() is run and not model.training
+    assert list(run.parameters())[0] is model[0].weight
+    with pytest.raises(AttributeError):
+        run.no_such_thing  # noqa: B018
+
+
+def test_what_the_optimizer_leaves_out_stays(caplog):
+    data, model = rows(8), network()
+    before = model[0].weight.detach().clone()
+    with caplog.at_level(logging.WARNING, "poise"):
+        run, sgd, *_ = poise.wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    assert "0.weight" in caplog.text and "frozen" in caplog.text
+    run.backward(F.cross_entropy(run(data[:8][0]), data[:8][1]))
+    sgd.step()
+    assert torch.equal(model[0].weight, before)
+
+
+# Loaders.
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+@pytest.mark.parametrize("data", [list(range(5)), Stream()])
+def test_a_loader_knows_its_last_batch(data):
+    loader = MarkedLoader(DataLoader(data, batch_size=2))
+    for _ in range(2):
+        seen = [(batch.tolist(), loader.at_end) for batch in loader]
+        assert seen == [([0, 1], False), ([2, 3], False), ([4], True)]
+    assert loader.batch_size == 2
+
+
+# Refused, with a reason.
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+class SameStep(torch.optim.SGD):
+    pass
+
+
+def optimizers():
+    """What is refused, and a word of the reason."""
+
+    def two_betas(model):
+        a, b = model[0].parameters(), model[2].parameters()
+        return torch.optim.AdamW([{"params": a}, {"params": b, "betas": (0.5, 0.9)}])
+
+    return [
+        (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop; poise has kernels"),
+        (lambda m: Own(m.parameters(), lr=0.1), "Own; poise has kernels"),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True"),
+        (lambda m: torch.optim.SGD(m.parameters(), maximize=True), "maximize=True"),
+        (
+            lambda m: torch.optim.SGD(m.parameters(), lr=1.0, momentum=0.9, dampening=0.1),
+            "dampening=0.1",
+        ),
+        (two_betas, "groups differ in betas"),
+        (lambda m: torch.optim.SGD(network(9).parameters(), lr=0.1), "none of the model"),
+        (lambda m: m, "the optimizer is Sequential"),
+    ]
+
+
+@pytest.mark.parametrize(("make", "reason"), optimizers())
+def test_an_optimizer_without_a_kernel_is_refused(make, reason):
+    model = network()
+    with pytest.raises(poise.Error, match=reason):
+        poise.wrap(model, make(model))
+
+
+def test_a_subclass_with_torchs_own_step_is_that_optimizer():
+    model = network()
+    poise.wrap(model, SameStep(model.parameters(), lr=0.1))
+
+
+def test_calls_that_would_do_something_else_are_refused():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, *_ = poise.wrap(model, sgd)
+    with pytest.raises(poise.Error, match="closure"):
+        sgd.step(lambda: None)
+    with pytest.raises(poise.Error, match="add_param_group"):
+        sgd.add_param_group({"params": []})
+    with pytest.raises(poise.Error, match="norm_type 1"):
+        run.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(poise.Error, match="without 0.weight"):
+        run.clip_grad_norm_(model[2].parameters(), 1.0)
+    with pytest.raises(poise.Error, match="loss.backward.. does not reach"):
+        F.cross_entropy(run(rows(4)[:4][0]), rows(4)[:4][1]).backward()
+        sgd.step()
+
+
+def test_settings_that_torchs_objects_have_already_are_refused():
+    for config in ({"optimizer": {"lr": 0.5}}, {"schedule": {"type": "cosine"}}):
+        model = network()
+        with pytest.raises(poise.Error, match="says already"):
+            poise.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    model = network()
+    with pytest.raises(poise.Error, match="accumulation is 4"):
+        poise.wrap(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            accumulation=4,
+            config={"batch": {"accumulation": 2}},
+        )
+
+
+def test_a_scheduler_that_was_not_given_is_noticed():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    with pytest.raises(poise.Error, match="give scheduler="):
+        poise.wrap(model, sgd, accumulation=2)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(poise.Error, match="another optimizer"):
+        poise.wrap(model, other, torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5))

@@ -1,0 +1,151 @@
+// What a loop of its own sets instead of the config: groups and their learning rates, moments, the
+// length of a window, the clipping of one update.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/impl.h"
+
+namespace poise {
+
+using engine::WindowState;
+
+namespace {
+
+void check_closed(const WindowState state, std::int64_t micro_batches, const char* call) {
+  if (state == WindowState::closed) return;
+  fail("engine", call, " was called in an open window of ", micro_batches,
+       " micro-batches; call it between windows");
+}
+
+}  // namespace
+
+void Engine::set_accumulation(std::int64_t micro_batches) {
+  check_closed(impl_->state, impl_->micro_batches, "set_accumulation()");
+  if (micro_batches < 1) {
+    fail("engine", "set_accumulation() got ", micro_batches,
+         "; a window has 1 micro-batch or more");
+  }
+  impl_->accumulation = micro_batches;
+}
+
+double Engine::clip_grad_norm(double max_norm) {
+  if (!(max_norm > 0)) {
+    fail("engine", "clip_grad_norm() got ", max_norm, "; give a norm above 0, or leave it out");
+  }
+  if (impl_->state != WindowState::summed) begin_update();
+  impl_->clip_at = max_norm;
+  return impl_->sums.grad_norm;
+}
+
+void Engine::group_parameters(const std::vector<std::vector<std::string>>& groups) {
+  check_closed(impl_->state, impl_->micro_batches, "group_parameters()");
+  const auto& entries = impl_->table.entries();
+  std::vector<int> group_of(entries.size(), -1);
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (const auto& name : groups[g]) {
+      auto& group = group_of[static_cast<std::size_t>(impl_->table.find(name))];
+      if (group >= 0 && group != static_cast<int>(g)) {
+        fail("engine", "parameter '", name, "' is in two groups, ", group, " and ", g,
+             "; name it once");
+      }
+      group = static_cast<int>(g);
+    }
+  }
+  for (std::size_t e = 0; e < entries.size(); ++e) {
+    if (entries[e].trainable && group_of[e] < 0) {
+      fail("engine", "parameter '", entries[e].name,
+           "' is in no group; name every trainable parameter");
+    }
+  }
+  auto& spans = impl_->optimizer_spans;
+  for (std::size_t i = 0; i < spans.spans.size(); ++i) {
+    spans.spans[i].segments = engine::segments_of(impl_->table, impl_->shards, spans.flats[i],
+                                                  [&](int entry) { return group_of[entry]; });
+  }
+  // The decay of the config is that of parameters by shape: the groups say their own now.
+  impl_->given_groups.assign(groups.size(), {impl_->learning_rate(), 0.0});
+}
+
+void Engine::set_hyperparameters(const std::vector<optim::GroupSettings>& groups,
+                                 const OptimizerConstants& constants) {
+  if (groups.empty() || groups.size() != impl_->given_groups.size()) {
+    fail("engine", "set_hyperparameters() got settings of ", groups.size(), " groups; there are ",
+         impl_->given_groups.size(), ", as group_parameters() said");
+  }
+  auto policy = impl_->config.optimizer;
+  policy.beta1 = constants.beta1;
+  policy.beta2 = constants.beta2;
+  policy.eps = constants.eps;
+  policy.momentum = constants.momentum;
+  auto changed = optim::make_optimizer(policy);
+  if (changed->num_moments() != impl_->optimizer->num_moments()) {
+    fail("engine", "momentum ", constants.momentum, " needs ", changed->num_moments(),
+         " moments, but the engine was made with ", impl_->optimizer->num_moments(),
+         "; make the engine with the momentum that is to come");
+  }
+  impl_->optimizer = std::move(changed);
+  impl_->given_groups = groups;
+}
+
+std::vector<at::Tensor> Engine::moments(const std::string& name) const {
+  const auto [span, entry] = impl_->span_of(name);
+  memory::AccountScope scope(impl_->ledger, memory::Account::other);
+  return impl_->guarded([&] {
+    std::vector<at::Tensor> whole;
+    for (const auto& moment : impl_->optimizer_spans.spans[span].moments) {
+      const auto flat = impl_->store.whole_moment(impl_->optimizer_spans.flats[span], moment);
+      whole.push_back(impl_->store.view_of(entry, flat));
+    }
+    return whole;
+  });
+}
+
+void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>& values) {
+  check_closed(impl_->state, impl_->micro_batches, "set_moments()");
+  const auto [index, entry] = impl_->span_of(name);
+  auto& span = impl_->optimizer_spans.spans[index];
+  if (values.size() != span.moments.size()) {
+    fail("engine", "set_moments('", name, "') got ", values.size(), " tensors; ",
+         impl_->optimizer->name(), " keeps ", span.moments.size());
+  }
+  const auto& place = impl_->table.entries()[static_cast<std::size_t>(entry)];
+  const auto& parameter = impl_->store.parameters()[static_cast<std::size_t>(entry)];
+  const auto mine = impl_->shards.optimized(place.flat);
+  const auto part = zero::overlap({place.offset, place.offset + place.numel}, mine);
+  memory::AccountScope scope(impl_->ledger, memory::Account::other);
+  at::NoGradGuard no_grad;
+  for (std::size_t m = 0; m < values.size(); ++m) {
+    if (values[m].sizes() != parameter.sizes()) {
+      fail("engine", "set_moments('", name, "') got a tensor of shape ", values[m].sizes(),
+           "; the parameter's is ", parameter.sizes());
+    }
+    if (part.size() == 0) continue;
+    // In the order of the parameter's memory, which need not be that of its indices.
+    const auto piece = at::zeros({place.numel}, span.moments[m].options());
+    piece.as_strided(parameter.sizes(), parameter.strides()).copy_(values[m]);
+    span.moments[m]
+        .narrow(0, part.begin - mine.begin, part.size())
+        .copy_(piece.narrow(0, part.begin - place.offset, part.size()));
+  }
+}
+
+void Engine::set_updates(std::int64_t updates) {
+  check_closed(impl_->state, impl_->micro_batches, "set_updates()");
+  if (updates < 0) fail("engine", "set_updates() got ", updates, "; give 0 or more");
+  impl_->updates = updates;
+}
+
+std::pair<std::size_t, int> Engine::Impl::span_of(const std::string& name) const {
+  const int entry = table.find(name);
+  const auto& place = table.entries()[static_cast<std::size_t>(entry)];
+  if (!place.trainable) fail("engine", "parameter '", name, "' is frozen and has no moments");
+  const auto& flats = optimizer_spans.flats;
+  const auto found = std::find(flats.begin(), flats.end(), place.flat);
+  POISE_CHECK(found != flats.end());
+  return {static_cast<std::size_t>(found - flats.begin()), entry};
+}
+
+}  // namespace poise
