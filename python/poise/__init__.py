@@ -14,10 +14,16 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise import checkpointing, comm, data, memory  # noqa: E402  (after the check)
+from poise import checkpointing, comm, data, memory, ops, zero  # noqa: E402  (after the check)
 from poise._C import Bug, Config, Error, StepResult  # noqa: E402
 from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
+from poise.deepspeed import (  # noqa: E402
+    DeepSpeedEngine,
+    add_config_arguments,
+    init_distributed,
+    initialize,
+)
 from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
 from poise.own_loop import wrap  # noqa: E402
@@ -31,6 +37,7 @@ __version__ = _build.version
 __all__ = [
     "Bug",
     "Config",
+    "DeepSpeedEngine",
     "Engine",
     "Error",
     "EvalPrediction",
@@ -44,10 +51,15 @@ __all__ = [
     "TrainerCallback",
     "TrainingArguments",
     "__version__",
+    "add_config_arguments",
     "checkpointing",
     "chunked_cross_entropy",
     "comm",
     "data",
+    "init_distributed",
+    "initialize",
     "memory",
+    "ops",
     "wrap",
+    "zero",
 ]

@@ -20,6 +20,7 @@ from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
 
 LossFn = Callable[[Any], Any]
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 Parameter = str | torch.Tensor
 
 
@@ -101,6 +102,7 @@ class Engine:
         self._recompute(undo)
         self._shard(undo)
         weakref.finalize(self, undo.close).atexit = False
+        _alive.add(self)
 
     def step(
         self,
@@ -378,3 +380,10 @@ class Engine:
         names = policy["units"] or [name for name, _ in self._blocks] or None
         handle = checkpointing.apply(self.model, policy["policy"], policy["n"], names)
         undo.callback(handle.remove)
+
+
+def engine_of(parameter: torch.Tensor) -> Engine | None:
+    """The engine that a parameter lives in; None: none yet."""
+    return next(
+        (one for one in _alive if one._engine is not None and id(parameter) in one._names), None
+    )

@@ -41,8 +41,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
         if isinstance(optimizer, known) and _same_step(type(optimizer), known):
             if known is torch.optim.SGD:
                 return "sgd"
-            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", False)
-            return "adamw" if decoupled or known is torch.optim.AdamW else "adam"
+            by_class = known is torch.optim.AdamW
+            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", by_class)
+            return "adamw" if decoupled else "adam"
     raise Error(
         f"[loop] the optimizer is {type(optimizer).__name__}; poise has kernels for torch.optim.AdamW, "
         "Adam and SGD: use one of these, or keep this loop in plain torch"
@@ -122,6 +123,7 @@ class HandedOver:
 
     def give_settings(self) -> None:
         """Learning rates and all else that a scheduler changes, for the next update."""
+        self.optimizer._opt_called = True  # what torch's schedulers ask for
         groups = self.optimizer.param_groups
         first = groups[0]
         beta1, beta2 = first.get("betas", (0.9, 0.999))
@@ -224,7 +226,6 @@ def _step(close: Callable[[], Any], optimizer: torch.optim.Optimizer, closure: A
         raise Error(
             "[loop] optimizer.step(closure): the closure's gradients do not reach the engine"
         )
-    optimizer._opt_called = True  # what torch's schedulers ask for
     close()
 
 

@@ -1,0 +1,273 @@
+"""The engine that poise.initialize returns: DeepSpeed's calls over an engine of poise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poise import ranks
+from poise._C import Error, StepResult
+from poise.config import settings_of
+from poise.deepspeed.config import Settings
+from poise.engine import Engine
+from poise.loss import Count
+from poise.wrapped_model import WrappedModel
+
+
+class DeepSpeedEngine(WrappedModel):
+    """Called, it is the model; backward() and step() once per micro-batch train it.
+
+    Attributes:
+      optimizer, lr_scheduler, training_dataloader: as initialize() returned them.
+      global_steps: windows closed, applied or not.
+      micro_steps: micro-batches done.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        loader: Iterable[Any] | None,
+        settings: Settings,
+    ) -> None:
+        super().__init__(engine, optimizer, loader)
+        self._widens = False  # outputs have the model's type, as in DeepSpeed
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.training_dataloader = self.loader
+        self._micro_batch = settings.micro_batch
+        self._print_every = settings.steps_per_print
+        self.global_steps = self.micro_steps = 0
+        self._before_backward = True
+        self._boundary: bool | None = None
+        self._open = True  # False inside no_sync()
+
+    # One micro-batch.
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        tokens: Count = None,
+    ) -> torch.Tensor:
+        """Accumulates a micro-batch's gradient and returns its loss.
+
+        Args:
+          loss: its mean, not divided by the accumulation.
+          tokens: how many tokens (or samples) it is a mean over; None: what the labels tell.
+        """
+        if retain_graph:
+            raise Error("[deepspeed] backward(retain_graph=True): a micro-batch has one backward")
+        if not scale_wrt_gas and self._accumulation > 1:
+            raise Error(
+                f"[deepspeed] backward(scale_wrt_gas=False) with {self._accumulation} micro-batches: "
+                "the mean over the window is poise's to make; give the micro-batch's own mean"
+            )
+        super().backward(loss, tokens)
+        self._before_backward = False
+        return loss
+
+    def step(self, lr_kwargs: Any = None, last: bool = False) -> StepResult | None:
+        """The update where the window is full; else nothing.
+
+        Args:
+          last: closes the window although it is not full.
+        """
+        if not self._open:
+            raise Error("[deepspeed] step() inside no_sync(); leave it first")
+        self._syncs = last or self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._before_backward = True
+        if not self._syncs:
+            return None
+        result = super().step()
+        self._boundary = None
+        self.global_steps += 1
+        if result.applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._print(result)
+        return result
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last one of its window: the next step() updates."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._closes(self.engine.micro_batches + self._before_backward)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says it for this micro-batch, instead of the count."""
+        self._boundary = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around micro-batches that no step() follows; at every stage, with the same sums."""
+        self._open = False
+        try:
+            yield
+        finally:
+            self._open = True
+
+    def zero_grad(self) -> None:
+        """Drops what the open window has accumulated; after an update there is nothing to zero."""
+        self.engine.discard_window()
+
+    def allreduce_gradients(self, bucket_size: Any = None) -> None:
+        """Nothing: gradients are joined as they come and when the window closes."""
+
+    # What happened.
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the parameters."""
+        return self.step_was_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.engine.skipped_updates
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * self.train_batch_size()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last update, before clipping; None before the first."""
+        return None if self.last_result is None else self.last_result.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Of each group, for the next update."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Of each group: betas, or momentum."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale."""
+        return self.engine.loss_scale
+
+    loss_scale = cur_scale
+
+    # What was set.
+
+    def train_batch_size(self) -> int:
+        """Samples of an update, over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self._accumulation * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro_batch or 1
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return (self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._accumulation)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another accumulation from the next window on; the micro-batch stays."""
+        part = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % part:
+            raise Error(
+                f"[deepspeed] set_train_batch_size({train_batch_size}): micro-batches of "
+                f"{self.train_micro_batch_size_per_gpu()} on {self.world_size} ranks make multiples "
+                f"of {part}"
+            )
+        self.engine.set_accumulation(train_batch_size // part)
+        self._accumulation = train_batch_size // part
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """What the next micro-batches hold; the loader is yours to change."""
+        if micro_batch_size < 1:
+            raise Error(
+                f"[deepspeed] set_train_micro_batch_size({micro_batch_size}): give 1 or more"
+            )
+        self._micro_batch = micro_batch_size
+
+    def gradient_clipping(self) -> float:
+        return self._settings["optimizer"]["max_grad_norm"]
+
+    def zero_optimization_stage(self) -> int:
+        return self._settings["zero"]["stage"]
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        return self._settings["precision"]["dtype"] == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self._settings["precision"]["dtype"] == "bf16"
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def local_rank(self) -> int:
+        return ranks.here().local or 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.engine.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.group.size
+
+    dp_world_size = world_size
+
+    # Saving.
+
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, **_: Any) -> bool:
+        raise Error(
+            "[deepspeed] save_checkpoint: poise does not save the state of a run yet; "
+            "save_16bit_model(folder) writes the parameters"
+        )
+
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, **_: Any) -> tuple[Any, Any]:
+        raise Error("[deepspeed] load_checkpoint: poise does not save the state of a run yet")
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", **_: Any
+    ) -> bool:
+        """The model's state_dict with whole tensors, as torch.save writes it; all ranks call."""
+        if os.path.basename(save_filename) != save_filename:
+            raise Error(f"[deepspeed] save_16bit_model: {save_filename!r} is no name of a file")
+        state = self.state_dict()
+        if self.global_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        self.engine.group.barrier("save_16bit_model")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        return self.state_dict()
+
+    def load_module_state_dict(self, state_dict: Any, strict: bool = True, **_: Any) -> Any:
+        return self.load_state_dict(state_dict, strict)
+
+    def destroy(self) -> None:
+        """Gives the model its parameters back; the engine is of no more use then."""
+        self.engine.give_back()
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self.engine.config)
+
+    def _print(self, result: StepResult) -> None:
+        if self._print_every and self.global_steps % self._print_every == 0:
+            if self.global_rank == 0:
+                rates = ", ".join(f"{rate:.6g}" for rate in self.get_lr())
+                print(
+                    f"step={self.global_steps}, skipped={result.skipped}, lr=[{rates}], "
+                    f"loss={result.loss:.6g}, grad_norm={result.grad_norm:.6g}",
+                    file=sys.stderr,
+                )
