@@ -107,6 +107,31 @@ struct ZeroPolicy {
   std::int64_t persistence_threshold = 0;  // stage 3: parameters of fewer elements stay whole
 };
 
+enum class Offload {
+  none,  // on the device
+  host,  // in memory of the host
+  file,  // in a file
+};
+
+enum class OffloadIo { automatic, io_uring, threads };
+
+// What lives away from the device, and how files are read and written.
+struct OffloadPolicy {
+  Offload optimizer = Offload::none;          // masters and moments
+  double optimizer_fraction = 1;              // of them; the rest stays, by whole units
+  Offload gradients = Offload::none;          // accumulators: none or host
+  Offload parameters = Offload::none;         // shards (at stage 3), or all of them (on one rank)
+  Offload activations = Offload::none;        // what forward saves for backward
+  std::vector<std::string> activation_units;  // names of units (shell patterns); empty: all
+  std::int64_t activation_min_bytes = 65536;  // of a tensor that travels; smaller ones stay
+  std::string directory;                      // of files
+  OffloadIo io = OffloadIo::automatic;
+  std::int64_t queue_depth = 8;           // blocks in flight, each way
+  std::int64_t block_bytes = 1 << 20;     // of one read or write; a multiple of 4096
+  std::int64_t staging_bytes = 64 << 20;  // host memory for what an update has on its way
+  std::int64_t pinned_budget_bytes = std::int64_t{8} << 30;  // with a GPU; above it: pageable
+};
+
 struct CommPolicy {
   double timeout_seconds = 1800;  // a wait for other ranks ends here with an error
 };
@@ -174,6 +199,7 @@ struct POISE_API Config {
   config::CheckpointingPolicy checkpointing;
   config::MemoryPolicy memory;
   config::ZeroPolicy zero;
+  config::OffloadPolicy offload;
   config::CommPolicy comm;
   config::EnginePolicy engine;
   config::ModelPolicy model;

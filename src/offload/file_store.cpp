@@ -1,0 +1,141 @@
+// Rooms in the file, and transfers that keep the order of those they meet.
+#include "offload/file_store.h"
+
+#include <algorithm>
+
+#include "poise/error.h"
+#include "poise/log.h"
+
+namespace poise::offload {
+
+namespace {
+
+std::int64_t whole_sectors(std::int64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+
+}  // namespace
+
+class FileStore::FileSpan final : public Span {
+ public:
+  FileSpan(std::shared_ptr<FileStore> store, std::shared_ptr<Room> room, std::int64_t numel,
+           at::ScalarType dtype)
+      : Span(numel, dtype), store_(std::move(store)), room_(std::move(room)) {}
+
+ private:
+  // Blocks [first, last] on their way.
+  struct Transfer {
+    std::int64_t first, last;
+    Event event;
+    bool meets(const Transfer& other) const { return first <= other.last && other.first <= last; }
+  };
+
+  Event do_fetch(std::int64_t begin, const at::Tensor& to) override {
+    return submit(
+        store_->reads_, reads_, writes_, begin, to,
+        [](Lane& lane, Room& room, std::int64_t low, std::int64_t high, const at::Tensor& t) {
+          lane.read(room, low, high, static_cast<char*>(t.mutable_data_ptr()));
+        });
+  }
+  Event do_put(std::int64_t begin, const at::Tensor& from) override {
+    return submit(
+        store_->writes_, writes_, reads_, begin, from,
+        [](Lane& lane, Room& room, std::int64_t low, std::int64_t high, const at::Tensor& t) {
+          lane.write(room, low, high, static_cast<const char*>(t.const_data_ptr()));
+        });
+  }
+
+  template <class Move>
+  Event submit(Lane& lane, std::vector<Transfer>& same, std::vector<Transfer>& other,
+               std::int64_t begin, const at::Tensor& tensor, Move move) {
+    POISE_CHECK(tensor.device().is_cpu());
+    const auto size = static_cast<std::int64_t>(c10::elementSize(dtype()));
+    const auto low = begin * size, high = low + tensor.numel() * size;
+    Transfer mine{low / lane.block_bytes(), (high - 1) / lane.block_bytes(), {}};
+    const std::lock_guard guard(store_->mutex_);
+    for (const auto& one : other) {
+      if (one.meets(mine)) lane.stream().wait(one.event);
+    }
+    mine.event = lane.stream().submit(
+        [&lane, room = room_, low, high, tensor, move] { move(lane, *room, low, high, tensor); });
+    // Those that are over stay until a transfer the other way has heard whether they failed.
+    std::erase_if(same, [&](const Transfer& one) {
+      return one.event.done() && one.first >= mine.first && one.last <= mine.last;
+    });
+    if (same.size() >= kMostRemembered) {
+      std::erase_if(same, [](const Transfer& one) { return one.event.done(); });
+    }
+    same.push_back(mine);
+    return mine.event;
+  }
+
+  static constexpr std::size_t kMostRemembered = 64;
+  const std::shared_ptr<FileStore> store_;
+  const std::shared_ptr<Room> room_;
+  std::vector<Transfer> reads_, writes_;
+};
+
+FileStore::FileStore(const config::OffloadPolicy& policy, HostMemory& memory, const MakeIo& make,
+                     ScratchFile::Name name)
+    : space_(std::make_shared<Space>(policy.directory, name)),
+      reads_(space_->file, memory.allocate(policy.queue_depth * policy.block_bytes, at::kByte),
+             policy.block_bytes, make),
+      writes_(space_->file, memory.allocate(policy.queue_depth * policy.block_bytes, at::kByte),
+              policy.block_bytes, make) {}
+
+SpanPtr FileStore::reserve(std::int64_t numel, at::ScalarType dtype) {
+  const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+  return std::make_shared<FileSpan>(shared_from_this(), take_room(whole_sectors(bytes)), numel,
+                                    dtype);
+}
+
+// Rooms of a size that was given back are used again; spans that come and go have few sizes.
+std::shared_ptr<Room> FileStore::take_room(std::int64_t bytes) {
+  const auto block = reads_.block_bytes();
+  auto room = std::make_unique<Room>();
+  room->bytes = bytes;
+  room->checksums.resize(static_cast<std::size_t>((bytes + block - 1) / block));
+  const std::lock_guard guard(space_->mutex);
+  const auto found = space_->free.find(bytes);
+  if (found != space_->free.end()) {
+    room->begin = found->second;
+    space_->free.erase(found);
+  } else if (bytes > 0) {
+    room->begin = space_->file.bytes();
+    space_->file.grow(bytes);
+  }
+  space_->used += bytes;
+  return {room.release(), [space = space_](Room* gone) {
+            const std::lock_guard back(space->mutex);
+            space->free.emplace(gone->bytes, gone->begin);
+            space->used -= gone->bytes;
+            delete gone;
+          }};
+}
+
+std::int64_t FileStore::file_bytes() const {
+  const std::lock_guard guard(space_->mutex);
+  return space_->used;
+}
+
+MakeIo io_of(const config::OffloadPolicy& policy) {
+  return
+      [io = policy.io, noted = std::make_shared<bool>(false)](const std::vector<iovec>& buffers) {
+        std::string why_not;
+        std::unique_ptr<BlockIo> made;
+        if (io != config::OffloadIo::threads) made = make_ring(buffers, why_not);
+        if (!why_not.empty() && !std::exchange(*noted, true)) {
+          if (!made && io == config::OffloadIo::io_uring) {
+            fail("offload", "no io_uring: ", why_not, "; set offload.io to auto or threads");
+          }
+          log::info("[offload] ", made ? "io_uring: " : "no io_uring, threads instead: ", why_not,
+                    " (said once)");
+        }
+        return made ? std::move(made) : make_threads(buffers.size());
+      };
+}
+
+std::shared_ptr<Store> file_store(const config::OffloadPolicy& policy,
+                                  std::shared_ptr<HostMemory> memory) {
+  return std::make_shared<FileStore>(policy, *memory, io_of(policy));
+}
+
+}  // namespace poise::offload

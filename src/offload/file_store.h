@@ -1,0 +1,46 @@
+// Spans in one scratch file, read and written by two lanes.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "offload/lane.h"
+#include "poise/offload.h"
+
+namespace poise::offload {
+
+class FileStore final : public Store, public std::enable_shared_from_this<FileStore> {
+ public:
+  // `make`: of each lane's input and output; tests bring their own.
+  FileStore(const config::OffloadPolicy& policy, HostMemory& memory, const MakeIo& make,
+            ScratchFile::Name name = ScratchFile::Name::none);
+
+  SpanPtr reserve(std::int64_t numel, at::ScalarType dtype) override;
+  std::int64_t file_bytes() const override;
+  const ScratchFile& file() const { return space_->file; }
+  const char* io_name() const { return reads_.io_name(); }
+
+ private:
+  class FileSpan;
+  // The file and the rooms in it that nobody has; rooms share it, so that a room may be given back
+  // from a lane's worker.
+  struct Space {
+    Space(const std::string& directory, ScratchFile::Name name) : file(directory, name) {}
+    ScratchFile file;
+    mutable std::mutex mutex;
+    std::multimap<std::int64_t, std::int64_t> free;  // bytes -> begin
+    std::int64_t used = 0;
+  };
+  std::shared_ptr<Room> take_room(std::int64_t bytes);
+
+  std::shared_ptr<Space> space_;
+  Lane reads_;
+  Lane writes_;
+  std::mutex mutex_;  // streams are driven by one thread at a time
+};
+
+// io_uring or threads, as the policy and the system say; the fall-back is said.
+MakeIo io_of(const config::OffloadPolicy& policy);
+
+}  // namespace poise::offload

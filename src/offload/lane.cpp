@@ -1,0 +1,205 @@
+// Blocks in flight: how each begins, what its result means, and when it is over.
+#include "offload/lane.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+
+#include "offload/checksum.h"
+#include "poise/error.h"
+
+namespace poise::offload {
+namespace {
+
+constexpr int kRetries = 100;  // of one block that the system asks to try again
+
+}  // namespace
+
+// Bytes [begin, end) of a room to or from memory that starts with byte `begin`.
+struct Lane::Transfer {
+  Room& room;
+  std::int64_t begin, end;
+  char* to;          // of a read
+  const char* from;  // of a write
+
+  std::int64_t low(std::int64_t block, std::int64_t size) const {
+    return std::max(begin, block * size);
+  }
+  std::int64_t high(std::int64_t block, std::int64_t size) const {
+    return std::min(end, (block + 1) * size);
+  }
+};
+
+Lane::Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_bytes,
+           const MakeIo& make)
+    : file_(file), memory_(buffers), block_bytes_(block_bytes) {
+  auto* data = static_cast<char*>(buffers.mutable_data_ptr());
+  std::vector<iovec> places;
+  for (std::int64_t at = 0; at < static_cast<std::int64_t>(buffers.nbytes()); at += block_bytes) {
+    places.push_back({data + at, static_cast<std::size_t>(block_bytes)});
+    Flight flight;
+    flight.request.buffer = static_cast<int>(flights_.size());
+    flight.request.data = data + at;
+    flights_.push_back(flight);
+  }
+  io_ = make(places);
+}
+
+void Lane::read(Room& room, std::int64_t begin, std::int64_t end, char* to) {
+  Transfer transfer{room, begin, end, to, nullptr};
+  run(transfer);
+}
+
+void Lane::write(Room& room, std::int64_t begin, std::int64_t end, const char* from) {
+  Transfer transfer{room, begin, end, nullptr, from};
+  run(transfer);
+}
+
+void Lane::run(Transfer& transfer) {
+  const FileSizeSignalBlocked blocked;
+  std::vector<int> free;
+  for (int i = static_cast<int>(flights_.size()) - 1; i >= 0; --i) free.push_back(i);
+  std::size_t in_flight = 0;
+  std::int64_t next = transfer.begin / block_bytes_;
+  const std::int64_t last = (transfer.end - 1) / block_bytes_;
+  std::exception_ptr failure;  // the first; buffers in flight are the system's until they are back
+  const auto attempt = [&](auto&& action) {
+    try {
+      return action();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+      return false;
+    }
+  };
+  while (in_flight > 0 || (next <= last && !failure)) {
+    while (next <= last && !free.empty() && !failure) {
+      const std::int64_t block = next++;
+      if (transfer.from == nullptr &&
+          transfer.room.checksums[static_cast<std::size_t>(block)] == 0) {
+        const auto low = transfer.low(block, block_bytes_),
+                   high = transfer.high(block, block_bytes_);
+        std::memset(transfer.to + (low - transfer.begin), 0, static_cast<std::size_t>(high - low));
+        continue;
+      }
+      begin_block(transfer, block, free.back());
+      free.pop_back();
+      ++in_flight;
+    }
+    if (in_flight == 0) continue;
+    const auto result = io_->wait();
+    auto& flight = flights_[static_cast<std::size_t>(result.buffer)];
+    const bool goes_on =
+        attempt([&] { return again(flight, result.result) || finish_block(transfer, flight); });
+    if (goes_on) continue;
+    free.push_back(result.buffer);
+    --in_flight;
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+std::int64_t Lane::bytes_of(const Room& room, std::int64_t block) const {
+  return std::min(block_bytes_, room.bytes - block * block_bytes_);
+}
+
+// A write that covers its block in part reads the block first, unless nothing was written there.
+void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
+  auto& flight = flights_[static_cast<std::size_t>(buffer)];
+  flight.block = block;
+  flight.moved = 0;
+  flight.retries = 0;
+  auto& request = flight.request;
+  request.file = file_.descriptor();
+  request.write = false;
+  request.bytes = bytes_of(transfer.room, block);
+  request.offset = transfer.room.begin + block * block_bytes_;
+  const auto covered = transfer.high(block, block_bytes_) - transfer.low(block, block_bytes_);
+  const bool fresh = transfer.room.checksums[static_cast<std::size_t>(block)] == 0;
+  if (transfer.from == nullptr || (covered < request.bytes && !fresh)) {
+    start(flight);
+    return;
+  }
+  if (covered < request.bytes) {
+    std::memset(request.data, 0, static_cast<std::size_t>(request.bytes));
+  }
+  fill_and_write(transfer, flight);
+}
+
+void Lane::fill_and_write(Transfer& transfer, Flight& flight) {
+  const auto low = transfer.low(flight.block, block_bytes_);
+  const auto high = transfer.high(flight.block, block_bytes_);
+  std::memcpy(flight.request.data + (low - flight.block * block_bytes_),
+              transfer.from + (low - transfer.begin), static_cast<std::size_t>(high - low));
+  flight.request.write = true;
+  flight.moved = 0;
+  start(flight);
+}
+
+void Lane::start(Flight& flight) {
+  auto request = flight.request;
+  request.data += flight.moved;
+  request.offset += flight.moved;
+  request.bytes -= flight.moved;
+  io_->start(request);
+}
+
+// Whether the request was started again: it came back short, or the system asked to.
+bool Lane::again(Flight& flight, std::int64_t result) {
+  if (result == -EINVAL && flight.retries++ == 0) {  // the file system takes O_DIRECT back
+    file_.use_page_cache();
+    start(flight);
+    return true;
+  }
+  if (result == -EINTR || result == -EAGAIN) {
+    if (++flight.retries > kRetries) fail_result(flight, result);
+    start(flight);
+    return true;
+  }
+  if (result <= 0) fail_result(flight, result);
+  flight.moved += result;
+  if (flight.moved == flight.request.bytes) return false;
+  if (file_.direct() && flight.moved % kSector != 0) fail_result(flight, 0);
+  start(flight);  // whose result says why it was short
+  return true;
+}
+
+// The request is over. True where a write follows in the same buffer.
+bool Lane::finish_block(Transfer& transfer, Flight& flight) {
+  const auto& request = flight.request;
+  auto& sum = transfer.room.checksums[static_cast<std::size_t>(flight.block)];
+  const auto now = checksum(request.data, request.bytes);
+  if (request.write) {
+    sum = now;
+    return false;
+  }
+  if (now != sum) {
+    fail("offload", "the ", request.bytes, " bytes at offset ", request.offset, " of ",
+         file_.label(),
+         " are not those that were written: the file was changed or the disk lost them; go on from "
+         "a saved state, with offload.directory on another disk");
+  }
+  if (transfer.from != nullptr) {
+    fill_and_write(transfer, flight);
+    return true;
+  }
+  const auto low = transfer.low(flight.block, block_bytes_);
+  const auto high = transfer.high(flight.block, block_bytes_);
+  std::memcpy(transfer.to + (low - transfer.begin),
+              request.data + (low - flight.block * block_bytes_),
+              static_cast<std::size_t>(high - low));
+  return false;
+}
+
+void Lane::fail_result(const Flight& flight, std::int64_t result) const {
+  const auto& request = flight.request;
+  const int error = result < 0 ? static_cast<int>(-result) : 0;
+  const std::string why = error != 0      ? std::strerror(error)
+                          : request.write ? join("the system took only ", flight.moved)
+                                          : join("it ends after ", flight.moved, " of them");
+  fail("offload", "cannot ", request.write ? "write " : "read ", request.bytes, " bytes at offset ",
+       request.offset, " of ", file_.label(), ": ", why, "; ",
+       error != 0 || request.write ? advice_for(error)
+                                   : "the file was cut short: go on from a saved state");
+}
+
+}  // namespace poise::offload

@@ -1,0 +1,66 @@
+// One direction of a file store: a stream whose operations move whole blocks between a file and
+// memory, several in flight, every result read.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "offload/block_io.h"
+#include "offload/scratch_file.h"
+#include "poise/offload.h"
+
+namespace poise::offload {
+
+// A span's room in the file, in blocks. Blocks that were never written read as zero and have no
+// checksum. Lanes may work on different blocks at once, never on the same.
+struct Room {
+  std::int64_t begin = 0;                // byte in the file, a multiple of kSector
+  std::int64_t bytes = 0;                // a multiple of kSector
+  std::vector<std::uint64_t> checksums;  // by block; 0: never written
+};
+inline constexpr std::int64_t kSector = 4096;  // of O_DIRECT: addresses, offsets, sizes
+
+using MakeIo = std::function<std::unique_ptr<BlockIo>(const std::vector<iovec>& buffers)>;
+
+class Lane {
+ public:
+  // `buffers`: queue depth x block bytes, page-aligned.
+  Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_bytes, const MakeIo& make);
+
+  Stream& stream() { return stream_; }
+  std::int64_t block_bytes() const { return block_bytes_; }
+  const char* io_name() const { return io_->name(); }
+
+  // Run on the stream's worker: bytes [begin, end) of the room. Throw Error after everything in
+  // flight has come back.
+  void read(Room& room, std::int64_t begin, std::int64_t end, char* to);
+  void write(Room& room, std::int64_t begin, std::int64_t end, const char* from);
+
+ private:
+  struct Transfer;
+  // What a buffer is used for.
+  struct Flight {
+    BlockRequest request;
+    std::int64_t block = 0;
+    std::int64_t moved = 0;  // of a request that came back short
+    int retries = 0;
+  };
+  void run(Transfer& transfer);
+  void begin_block(Transfer& transfer, std::int64_t block, int buffer);
+  void fill_and_write(Transfer& transfer, Flight& flight);
+  bool finish_block(Transfer& transfer, Flight& flight);
+  void start(Flight& flight);
+  bool again(Flight& flight, std::int64_t result);
+  std::int64_t bytes_of(const Room& room, std::int64_t block) const;
+  [[noreturn]] void fail_result(const Flight& flight, std::int64_t result) const;
+
+  ScratchFile& file_;
+  const at::Tensor memory_;
+  const std::int64_t block_bytes_;
+  std::vector<Flight> flights_;  // by buffer
+  std::unique_ptr<BlockIo> io_;
+  Stream stream_;  // last: its worker uses the others until it is joined
+};
+
+}  // namespace poise::offload
