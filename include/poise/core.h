@@ -113,6 +113,8 @@ struct StepResult {
   double total_seconds = 0;
   std::int64_t peak_bytes = 0;  // highest total of the ledger during this window
   std::array<std::int64_t, memory::kAccounts> accounts{};  // by account at that peak
+  std::int64_t host_bytes = 0;      // offloaded to host memory, with staging: highest so far
+  std::int64_t file_bytes = 0;      // offloaded to files now
   std::string first_bad_parameter;  // where the status says non-finite gradient or overflow
 };
 

@@ -38,6 +38,7 @@ def banner(
         f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
         f"  recomputed blocks: {policy}; memory budget: {_budget(args)}",
         *_sharding(settings["zero"]["stage"], group),
+        *offloading(settings.get("offload", {})),
     ]
 
 
@@ -54,6 +55,16 @@ def _sharding(stage: int, group: Group) -> list[str]:
     if group.size == 1:
         return []
     return [f"  {group.size} ranks over {group.backend}, ZeRO stage {stage}: {SHARDED[stage]}"]
+
+
+def offloading(policy: dict[str, Any]) -> list[str]:
+    """One line for what lives away from the device, none where nothing does."""
+    where = policy.get("optimizer", "none")
+    if where == "none":
+        return []
+    place = f"a file in {policy['directory']}" if where == "file" else "memory of the host"
+    share = 100 * policy.get("optimizer_fraction", 1)
+    return [f"  offloaded: {share:g}% of the optimizer states to {place}"]
 
 
 def warn_batch_norm(model: nn.Module, accumulation: int, ranks: int = 1) -> None:

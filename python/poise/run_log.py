@@ -134,6 +134,8 @@ class RunLog:
             "tokens": self._tokens,
             "peak_bytes": self._peak_bytes,
             "accounts": result.accounts,
+            "host_bytes": result.host_bytes,
+            "file_bytes": result.file_bytes,
             "status": str(result.status),
             "skipped": result.skipped,
         }

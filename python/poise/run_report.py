@@ -46,6 +46,7 @@ class RunReport:
         self._logged_loss = self._logged_tokens = self._logged_seconds = 0.0
         self._logged_updates = 0  # since the last line of the log
         self._peak_bytes, self._accounts = 0, {}
+        self._host_bytes = self._file_bytes = 0  # offloaded
         self._skipped = 0
         self._validation_loss: float | None = None
 
@@ -128,6 +129,7 @@ class RunReport:
         self._logged_tokens += result.tokens
         self._logged_seconds += seconds
         self._skipped = result.skipped
+        self._host_bytes, self._file_bytes = result.host_bytes, result.file_bytes
         if result.peak_bytes > self._peak_bytes:
             self._peak_bytes, self._accounts = result.peak_bytes, result.accounts
 
@@ -156,6 +158,8 @@ class RunReport:
             "tokens": self._tokens,
             "peak_bytes": self._peak_bytes,
             "accounts": result.accounts,
+            "host_bytes": self._host_bytes,
+            "file_bytes": self._file_bytes,
             "status": str(result.status),
             "skipped": result.skipped,
         }
@@ -189,6 +193,8 @@ class RunReport:
             "tokens_per_s": self._tokens_per_second(),
             "peak_bytes": self._peak_bytes,
             "accounts": self._accounts,
+            "host_bytes": self._host_bytes,
+            "file_bytes": self._file_bytes,
             "losses": self._losses,
             "val_loss": self._validation_loss,
             "error": error,

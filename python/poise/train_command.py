@@ -200,6 +200,7 @@ class _Run:
             f"warmup {schedule['warmup_updates']}",
             f"  recomputed blocks: {self._recomputed()}; memory budget: "
             f"{_C.format_bytes(budget) if budget else 'none'}",
+            *banner.offloading(settings["offload"]),
         ]
 
     def _recomputed(self) -> str:

@@ -86,6 +86,10 @@ class _Arguments:
     gradient_checkpointing: bool = False  # every block
     checkpointing: str | Mapping | None = None  # a policy, or {"policy": "every_n", "n": 2}
 
+    # Away from the device: none, host (memory), file (in offload_directory).
+    offload_optimizer: str = "none"  # masters and moments
+    offload_directory: str | None = None  # a folder on a fast disk of this machine
+
     # Several ranks: torchrun, Slurm or mpirun starts the program once for each.
     zero_stage: int = 0  # sharded: 1 optimizer states, 2 and gradients, 3 and parameters
     zero_keep_gathered: bool = False  # stage 3: parameters stay whole until the update
@@ -205,6 +209,10 @@ class TrainingArguments(_Arguments):
                 "stage": self.zero_stage,
                 "keep_gathered": "window" if self.zero_keep_gathered else "no",
             },
+            "offload": {
+                "optimizer": self.offload_optimizer,
+                "directory": self.offload_directory or "",
+            },
             "comm": {"timeout_seconds": self.ddp_timeout},
             "engine": {"on_nonfinite": self.on_nonfinite, "seed": self.seed},
         }
@@ -236,6 +244,12 @@ class TrainingArguments(_Arguments):
             raise Error(
                 f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
                 "whole logits"
+            )
+        _one_of("offload_optimizer", self.offload_optimizer, ("none", "host", "file"))
+        if (self.offload_optimizer == "file") != (self.offload_directory is not None):
+            raise Error(
+                f"[trainer] offload_optimizer is {self.offload_optimizer!r} and offload_directory "
+                f"{self.offload_directory!r}; a file needs a folder, and nothing else does"
             )
         self._check_ranks()
         self._check_global_batch()

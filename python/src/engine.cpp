@@ -173,6 +173,8 @@ void bind_result(py::module_& module) {
       .def_readonly("peak_bytes", &StepResult::peak_bytes)
       .def_property_readonly("accounts",
                              [](const StepResult& result) { return by_account(result.accounts); })
+      .def_readonly("host_bytes", &StepResult::host_bytes)
+      .def_readonly("file_bytes", &StepResult::file_bytes)
       .def_readonly("first_bad_parameter", &StepResult::first_bad_parameter)
       .def("__repr__", [](const StepResult& result) {
         return join("StepResult(status=", name_of(result.status), ", loss=", result.loss,

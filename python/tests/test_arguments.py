@@ -51,6 +51,8 @@ OURS = {
     "memory_budget",
     "on_misfit",
     "separable_loss",
+    "offload_directory",
+    "offload_optimizer",
     "checkpointing",
     "on_nonfinite",
     "profile_steps",

@@ -86,6 +86,14 @@ std::vector<std::string> sharding(const Config& config, const comm::Group& group
                config.zero.stage, ": ", split[config.zero.stage])};
 }
 
+// One line for what lives away from the device, none where nothing does.
+std::vector<std::string> offloading(const config::OffloadPolicy& offload) {
+  if (offload.optimizer == config::Offload::none) return {};
+  const bool file = offload.optimizer == config::Offload::file;
+  return {join("  offloaded: ", 100 * offload.optimizer_fraction, "% of the optimizer states to ",
+               file ? "a file in " + offload.directory : "memory of the host")};
+}
+
 }  // namespace
 
 std::vector<std::string> banner(const Config& config, const ModelView& model,
@@ -107,6 +115,7 @@ std::vector<std::string> banner(const Config& config, const ModelView& model,
            "); memory budget: ", budget == 0 ? "none" : memory::format_bytes(budget)),
   };
   for (auto& line : sharding(config, group)) lines.push_back(std::move(line));
+  for (auto& line : offloading(config.offload)) lines.push_back(std::move(line));
   return lines;
 }
 

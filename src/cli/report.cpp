@@ -89,6 +89,8 @@ void Report::update(const StepResult& result, double seconds) {
   logged_tokens_ += result.tokens;
   logged_seconds_ += seconds;
   skipped_ = result.skipped;
+  host_bytes_ = result.host_bytes;
+  file_bytes_ = result.file_bytes;
   if (result.peak_bytes > peak_bytes_) {
     peak_bytes_ = result.peak_bytes;
     accounts_ = result.accounts;
@@ -125,6 +127,8 @@ void Report::write_update(const StepResult& result) {
   out["tokens"] = tokens_;
   out["peak_bytes"] = peak_bytes_;
   out["accounts"] = accounts_json(result.accounts);
+  out["host_bytes"] = host_bytes_;
+  out["file_bytes"] = file_bytes_;
   out["status"] = name_of(result.status);
   out["skipped"] = result.skipped;
   if (config_.precision.dtype == config::DType::fp16) out["loss_scale"] = result.loss_scale;
@@ -199,6 +203,8 @@ void Report::finish(const std::optional<std::string>& error,
       {"tokens_per_s", tokens_per_second()},
       {"peak_bytes", peak_bytes_},
       {"accounts", accounts_json(accounts_)},
+      {"host_bytes", host_bytes_},
+      {"file_bytes", file_bytes_},
       {"losses", losses},
       {"val_loss", validation_loss_ ? plain(*validation_loss_) : Json(nullptr)},
       {"error", error ? Json(*error) : Json(nullptr)},

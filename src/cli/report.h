@@ -55,6 +55,7 @@ class Report {
   double logged_loss_ = 0, logged_tokens_ = 0,
          logged_seconds_ = 0;  // since the last line of the log
   std::int64_t logged_updates_ = 0;
+  std::int64_t host_bytes_ = 0, file_bytes_ = 0;  // offloaded
   std::int64_t peak_bytes_ = 0;
   std::array<std::int64_t, memory::kAccounts> accounts_{};  // at that peak
   std::int64_t skipped_ = 0;

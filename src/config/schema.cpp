@@ -43,6 +43,16 @@ Kind<DType> dtype() {
   return enumeration<DType>({{"fp32", DType::fp32}, {"bf16", DType::bf16}, {"fp16", DType::fp16}});
 }
 
+Kind<Offload> place(const std::vector<std::string>& names) {
+  std::vector<std::pair<std::string, Offload>> members;
+  for (const auto& name : names) {
+    members.emplace_back(name, name == "none"   ? Offload::none
+                               : name == "host" ? Offload::host
+                                                : Offload::file);
+  }
+  return enumeration<Offload>(std::move(members));
+}
+
 ParamGroup read_group(const Json& value, const std::string& path) {
   ParamGroup group;
   for (const auto& [name, inner] : value.items()) {
@@ -189,6 +199,26 @@ std::vector<Key<Config>> make_keys() {
           "stage 3: parameters are whole while their unit needs them, or once gathered until the "
           "end of the window"),
 
+      key(POISE_FIELD(offload.optimizer), place({"none", "host", "file"}),
+          "where masters and moments live; none: on the device"),
+      key(POISE_FIELD(offload.optimizer_fraction),
+          number({.low = 0, .high = 1, .ends = Ends::open_low}),
+          "of masters and moments that leave the device, by whole units"),
+      key(POISE_FIELD(offload.directory), text(),
+          "folder of files, on a fast disk of this machine"),
+      key(POISE_FIELD(offload.io),
+          enumeration<OffloadIo>({{"auto", OffloadIo::automatic},
+                                  {"io_uring", OffloadIo::io_uring},
+                                  {"threads", OffloadIo::threads}}),
+          "how files are read and written; auto: io_uring where the system has it"),
+      key(POISE_FIELD(offload.queue_depth), integer(1, 4096), "blocks in flight, each way"),
+      key(POISE_FIELD(offload.block_bytes), byte_count(),
+          "of one read or write; a multiple of 4096"),
+      key(POISE_FIELD(offload.staging_bytes), byte_count(),
+          "host memory for what an update has on its way; at least 16 x block_bytes"),
+      key(POISE_FIELD(offload.pinned_budget_bytes), byte_count(),
+          "with a GPU: host memory that is pinned; what is above is pageable"),
+
       key(POISE_FIELD(comm.timeout_seconds), number({.low = 0, .ends = Ends::open_low}),
           "a wait for other ranks ends after this with an error"),
 
@@ -246,6 +276,7 @@ const std::vector<Section>& sections() {
       {"checkpointing", "Less memory between forward and backward for a second forward."},
       {"memory", "The budget."},
       {"zero", "Sharding over ranks (ZeRO). With one rank nothing is sharded."},
+      {"offload", "What lives away from the device: in memory of the host, or in files."},
       {"comm", "The group of ranks; which ranks there are comes from the launcher."},
       {"engine", "How losses are joined, what bad numbers do, the seed."},
       {"model",

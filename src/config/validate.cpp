@@ -119,6 +119,29 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
   }
 }
 
+void check_offload(const OffloadPolicy& offload) {
+  const bool file = offload.optimizer == Offload::file;
+  only_for(offload.optimizer != Offload::none, offload.optimizer_fraction != 1,
+           "offload.optimizer_fraction", "offload.optimizer host or file");
+  only_for(file, !offload.directory.empty(), "offload.directory", "what is offloaded to file");
+  only_for(file, offload.io != OffloadIo::automatic, "offload.io", "what is offloaded to file");
+  if (file && offload.directory.empty()) {
+    fail("config",
+         "offload.directory is empty, and something is offloaded to file; give a folder on a fast "
+         "disk");
+  }
+  constexpr std::int64_t kSector = 4096, kLargest = std::int64_t{1} << 30;
+  if (offload.block_bytes < kSector || offload.block_bytes > kLargest ||
+      offload.block_bytes % kSector != 0) {
+    fail("config", "offload.block_bytes is ", offload.block_bytes,
+         "; allowed: multiples of 4096 up to 2^30");
+  }
+  if (offload.staging_bytes / 16 < offload.block_bytes) {
+    fail("config", "offload.staging_bytes is ", offload.staging_bytes,
+         "; an update needs 16 blocks of offload.block_bytes ", offload.block_bytes);
+  }
+}
+
 void check_model(const ModelPolicy& model) {
   if (model.width % model.heads != 0) {
     fail("config", "model.width ", model.width, " is no multiple of model.heads ", model.heads,
@@ -176,6 +199,7 @@ void Config::validate() const {
   config::check_schedule(schedule, train.max_updates);
   config::check_checkpointing(checkpointing);
   config::check_zero(zero, precision);
+  config::check_offload(offload);
   config::check_model(model);
   config::check_train(train);
 }

@@ -1,6 +1,7 @@
 // What a loop of its own sets instead of the config: groups and their learning rates, moments, the
 // length of a window, the clipping of one update.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -60,10 +61,9 @@ void Engine::group_parameters(const std::vector<std::vector<std::string>>& group
            "' is in no group; name every trainable parameter");
     }
   }
-  auto& spans = impl_->optimizer_spans;
-  for (std::size_t i = 0; i < spans.spans.size(); ++i) {
-    spans.spans[i].segments = engine::segments_of(impl_->table, impl_->shards, spans.flats[i],
-                                                  [&](int entry) { return group_of[entry]; });
+  for (auto& state : impl_->optimizer_states.states) {
+    state.segments = engine::segments_of(impl_->table, impl_->shards, state.flat,
+                                         [&](int entry) { return group_of[entry]; });
   }
   // The decay of the config is that of parameters by shape: the groups say their own now.
   impl_->given_groups.assign(groups.size(), {impl_->learning_rate(), 0.0});
@@ -91,13 +91,16 @@ void Engine::set_hyperparameters(const std::vector<optim::GroupSettings>& groups
 }
 
 std::vector<at::Tensor> Engine::moments(const std::string& name) const {
-  const auto [span, entry] = impl_->span_of(name);
+  const auto [index, entry] = impl_->state_of(name);
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
   return impl_->guarded([&] {
     std::vector<at::Tensor> whole;
-    for (const auto& moment : impl_->optimizer_spans.spans[span].moments) {
-      const auto flat = impl_->store.whole_moment(impl_->optimizer_spans.flats[span], moment);
-      whole.push_back(impl_->store.view_of(entry, flat));
+    const auto& state = impl_->optimizer_states.states[index];
+    const auto floats = at::TensorOptions(at::kFloat).device(impl_->device);
+    for (const auto& moment : state.moments) {
+      const auto mine = at::empty({moment->numel()}, floats);
+      moment->read(0, mine);
+      whole.push_back(impl_->store.view_of(entry, impl_->store.whole_moment(state.flat, mine)));
     }
     return whole;
   });
@@ -105,11 +108,11 @@ std::vector<at::Tensor> Engine::moments(const std::string& name) const {
 
 void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>& values) {
   check_closed(impl_->state, impl_->micro_batches, "set_moments()");
-  const auto [index, entry] = impl_->span_of(name);
-  auto& span = impl_->optimizer_spans.spans[index];
-  if (values.size() != span.moments.size()) {
+  const auto [index, entry] = impl_->state_of(name);
+  auto& moments = impl_->optimizer_states.states[index].moments;
+  if (values.size() != moments.size()) {
     fail("engine", "set_moments('", name, "') got ", values.size(), " tensors; ",
-         impl_->optimizer->name(), " keeps ", span.moments.size());
+         impl_->optimizer->name(), " keeps ", moments.size());
   }
   const auto& place = impl_->table.entries()[static_cast<std::size_t>(entry)];
   const auto& parameter = impl_->store.parameters()[static_cast<std::size_t>(entry)];
@@ -124,11 +127,11 @@ void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>&
     }
     if (part.size() == 0) continue;
     // In the order of the parameter's memory, which need not be that of its indices.
-    const auto piece = at::zeros({place.numel}, span.moments[m].options());
+    const auto piece =
+        at::zeros({place.numel}, at::TensorOptions(at::kFloat).device(impl_->device));
     piece.as_strided(parameter.sizes(), parameter.strides()).copy_(values[m]);
-    span.moments[m]
-        .narrow(0, part.begin - mine.begin, part.size())
-        .copy_(piece.narrow(0, part.begin - place.offset, part.size()));
+    moments[m]->write(part.begin - mine.begin,
+                      piece.narrow(0, part.begin - place.offset, part.size()));
   }
 }
 
@@ -138,14 +141,15 @@ void Engine::set_updates(std::int64_t updates) {
   impl_->updates = updates;
 }
 
-std::pair<std::size_t, int> Engine::Impl::span_of(const std::string& name) const {
+std::pair<std::size_t, int> Engine::Impl::state_of(const std::string& name) const {
   const int entry = table.find(name);
   const auto& place = table.entries()[static_cast<std::size_t>(entry)];
   if (!place.trainable) fail("engine", "parameter '", name, "' is frozen and has no moments");
-  const auto& flats = optimizer_spans.flats;
-  const auto found = std::find(flats.begin(), flats.end(), place.flat);
-  POISE_CHECK(found != flats.end());
-  return {static_cast<std::size_t>(found - flats.begin()), entry};
+  const auto& states = optimizer_states.states;
+  const auto found = std::find_if(states.begin(), states.end(),
+                                  [&](const auto& state) { return state.flat == place.flat; });
+  POISE_CHECK(found != states.end());
+  return {static_cast<std::size_t>(found - states.begin()), entry};
 }
 
 }  // namespace poise

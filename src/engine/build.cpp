@@ -1,6 +1,6 @@
 // Stop 0: puts an engine together, once.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <fnmatch.h>
 
 #include <algorithm>
@@ -73,30 +73,43 @@ std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Sha
   return segments;
 }
 
-OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
-                          const zero::Shards& shards, const config::OptimizerPolicy& policy,
-                          const optim::Optimizer& optimizer, const memory::Ledger& ledger) {
+namespace {
+
+offload::SpanPtr make_moment(const OptimizerState& state, c10::Device device,
+                             const memory::Ledger& ledger, const Offloading& offloading) {
+  const auto numel = state.master->numel();
+  if (const auto place = offloading.states_of(state.flat)) return place->reserve(numel, at::kFloat);
+  memory::AccountScope scope(ledger, memory::Account::optimizer);
+  return offload::resident(at::zeros({numel}, at::TensorOptions(at::kFloat).device(device)));
+}
+
+}  // namespace
+
+OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
+                            const zero::Shards& shards, const config::OptimizerPolicy& policy,
+                            const optim::Optimizer& optimizer, const memory::Ledger& ledger,
+                            const Offloading& offloading) {
   refuse_patterns_without_match(table, policy);
-  OptimizerSpans made;
-  for (std::size_t f = 0; f < table.flats().size(); ++f) {
-    const auto& layout = table.flats()[f];
+  OptimizerStates made;
+  for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+    const auto& layout = table.flats()[static_cast<std::size_t>(flat)];
     if (!layout.trainable) continue;
-    const int flat = static_cast<int>(f);
     const auto& tensors = store.flat(flat);
-    optim::Span span;
-    span.master = tensors.master;
-    if (tensors.own_master) span.low = store.optimized_values(flat);
-    span.gradient = store.optimized_gradient(flat);
-    memory::AccountScope scope(ledger, memory::Account::optimizer);
-    for (int m = 0; m < optimizer.num_moments(); ++m)
-      span.moments.push_back(at::zeros_like(tensors.master));
-    span.segments = segments_of(table, shards, flat, [&](int e) {
+    OptimizerState state;
+    state.flat = flat;
+    state.master = tensors.master;
+    if (tensors.own_master) state.low = offload::resident(store.optimized_values(flat));
+    const auto gradient = store.optimized_gradient(flat);
+    state.gradient = offload::resident(gradient);
+    for (int m = 0; m < optimizer.num_moments(); ++m) {
+      state.moments.push_back(make_moment(state, gradient.device(), ledger, offloading));
+    }
+    state.segments = segments_of(table, shards, flat, [&](int e) {
       return index_of(made.groups, group_of(table.entries()[static_cast<std::size_t>(e)], policy));
     });
-    made.spans.push_back(std::move(span));
-    made.flats.push_back(flat);
+    made.states.push_back(std::move(state));
   }
-  if (made.spans.empty()) {
+  if (made.states.empty()) {
     fail("engine", "no parameter of the model is trainable; set requires_grad on those to train");
   }
   return made;
@@ -190,14 +203,16 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       accumulation(config::accumulation(config.batch, group->size())),
       table(agreed(model, config, *group)),
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size()),
+      offloading(config.offload, table, shards, model.parameters.front().tensor.device()),
       store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
-            materialize),
+            offloading.places(), materialize),
       following(*group),
       gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),
       optimizer(optim::make_optimizer(config.optimizer)),
-      optimizer_spans(
-          engine::make_spans(table, store, shards, config.optimizer, *optimizer, ledger)),
+      optimizer_states(engine::make_states(table, store, shards, config.optimizer, *optimizer,
+                                           ledger, offloading)),
+      state_update(optimizer_states.states, config.offload, offloading.memory()),
       scaler(config.precision),
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group),

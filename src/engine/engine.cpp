@@ -189,6 +189,7 @@ Engine::Gathered Engine::gathered(std::optional<int> writer) {
     fail("engine", "gathered() was called in an open window of ", impl_->micro_batches,
          " micro-batches; call it between windows");
   }
+  impl_->refuse_half_an_update();
   const int ranks = impl_->group->size();
   if (writer && (*writer < 0 || *writer >= ranks)) {
     fail("engine", "gathered() with writer ", *writer, " in a group of ", ranks,
@@ -232,6 +233,7 @@ void Engine::Gathered::close() {
 void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->table.find(name)); }
 
 at::Tensor Engine::master(const std::string& name) const {
+  impl_->refuse_half_an_update();
   const int entry = impl_->table.find(name);
   const int flat = impl_->table.entries()[static_cast<std::size_t>(entry)].flat;
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
@@ -262,7 +264,7 @@ std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {
   if (!given_groups.empty()) return given_groups;
   std::vector<optim::GroupSettings> settings;
   const double lr = learning_rate();
-  for (const auto& group : optimizer_spans.groups)
+  for (const auto& group : optimizer_states.groups)
     settings.push_back({lr * group.lr_multiplier, group.weight_decay});
   return settings;
 }

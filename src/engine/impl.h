@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "engine/loss_weights.h"
+#include "engine/offloading.h"
+#include "engine/state_update.h"
 #include "poise/comm.h"
 #include "poise/engine.h"
 #include "poise/optim.h"
@@ -29,15 +31,15 @@ struct Group {
   double weight_decay = 0;
 };
 
-// The optimizer's spans, one for each trainable flat, and the groups their segments refer to.
-struct OptimizerSpans {
-  std::vector<optim::Span> spans;
-  std::vector<int> flats;  // of each span
+// One state for each trainable flat, and the groups their segments refer to.
+struct OptimizerStates {
+  std::vector<OptimizerState> states;
   std::vector<Group> groups;
 };
-OptimizerSpans make_spans(const ParamTable& table, zero::FlatStore& store,
-                          const zero::Shards& shards, const config::OptimizerPolicy& policy,
-                          const optim::Optimizer& optimizer, const memory::Ledger& ledger);
+OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
+                            const zero::Shards& shards, const config::OptimizerPolicy& policy,
+                            const optim::Optimizer& optimizer, const memory::Ledger& ledger,
+                            const Offloading& offloading);
 // This rank's segments of a flat; `group_of` gives the group of an entry.
 std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Shards& shards,
                                         int flat, const std::function<int(int)>& group_of);
@@ -59,6 +61,9 @@ struct Sums {
 // Rank `rank`'s row of each group's numbers at [rank * row.size()]; blocks.
 std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
                                 const char* what);
+
+// What an exception says, for messages.
+std::string message_of(const std::exception_ptr& reason);
 
 // The reason ends the groups on every rank; does nothing in a world of one.
 void end_group(const comm::Ranks& ranks, const std::exception_ptr& reason) noexcept;
@@ -122,10 +127,11 @@ struct Engine::Impl {
   double clip_factor(double grad_norm) const;
   double unscale_factor(double tokens) const;
   void apply(double factor);
+  void refuse_half_an_update() const;
   void take_edited_gradients();
   std::vector<optim::GroupSettings> group_settings() const;
-  // The optimizer's span that a trainable parameter lives in, and its entry of the table.
-  std::pair<std::size_t, int> span_of(const std::string& name) const;
+  // The optimizer's state that a trainable parameter lives in, and its entry of the table.
+  std::pair<std::size_t, int> state_of(const std::string& name) const;
   double learning_rate() const;
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
@@ -136,12 +142,14 @@ struct Engine::Impl {
   const ParamTable table;
   const zero::Shards shards;
   memory::Ledger ledger;
+  engine::Offloading offloading;
   zero::FlatStore store;
   zero::Following following;
   zero::Gradients gradients;
   std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
   std::unique_ptr<optim::Optimizer> optimizer;
-  engine::OptimizerSpans optimizer_spans;
+  engine::OptimizerStates optimizer_states;
+  engine::StateUpdate state_update;
   std::vector<optim::GroupSettings> given_groups;  // instead of the config's; empty: not given
   precision::LossScaler scaler;
   engine::LossWeights loss_weights;
@@ -154,6 +162,7 @@ struct Engine::Impl {
   std::int64_t skipped = 0;
   engine::Sums sums;
   std::optional<double> clip_at;  // of the open window, instead of the config's
+  std::string half_an_update;     // why an update ended in its middle; empty: none did
   // Handed out by gradient(): the entry's mean gradient, and a copy to see whether it was written.
   struct Lent {
     at::Tensor gradient;

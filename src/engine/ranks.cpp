@@ -28,8 +28,6 @@ std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& r
   return {first, first + host.numel()};
 }
 
-namespace {
-
 std::string message_of(const std::exception_ptr& reason) {
   try {
     std::rethrow_exception(reason);
@@ -43,6 +41,8 @@ std::string message_of(const std::exception_ptr& reason) {
     return "an exception of unknown type";
   }
 }
+
+namespace {
 
 // One line for each thing that must be the same on all ranks.
 std::string description(const ModelView& model, const ParamTable& table, const Config& config) {

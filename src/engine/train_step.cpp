@@ -22,6 +22,7 @@ using memory::AccountScope;
 // Stop 2: the window opens; edits of parameters since the last update reach their masters.
 void Engine::Impl::open_window(const std::vector<double>& counts) {
   POISE_CHECK(state == WindowState::closed);
+  refuse_half_an_update();
   if (units && gathered_scopes > 0) {
     fail("engine",
          "a window was opened inside gathered(), whose whole parameters no update would reach; "
@@ -160,7 +161,9 @@ void Engine::Impl::sum_up() {
 void Engine::Impl::gather_gradients() {
   if (shards.size() == 1 || shards.splits_optimizer()) return;
   std::vector<Event> events;
-  for (const int flat : optimizer_spans.flats) events.push_back(store.gather_gradient(flat));
+  for (const auto& state : optimizer_states.states) {
+    events.push_back(store.gather_gradient(state.flat));
+  }
   for (const auto& event : events) event.wait();
 }
 
@@ -188,19 +191,31 @@ void Engine::Impl::apply(double factor) {
   at::NoGradGuard no_grad;
   const auto groups = group_settings();
   std::vector<Event> gathers;
-  for (std::size_t i = 0; i < optimizer_spans.spans.size(); ++i) {
-    auto& span = optimizer_spans.spans[i];
+  const auto update = [&](optim::Span& span) {
     const auto stats = optimizer->stats(span, groups, factor);
     if (shards.splits_optimizer() && stats.defined() && stats.numel() > 0) {
       ranks.shard->all_reduce(stats, "statistics of the optimizer").wait();
     }
     optimizer->apply(span, groups, updates + 1, factor, stats);
-    const int flat = optimizer_spans.flats[i];
-    if (shards.splits_optimizer() && !shards.splits_parameters(flat)) {
-      gathers.push_back(store.gather_values(flat));
-    }
+  };
+  try {
+    state_update.run(update, [&](int flat) {
+      if (shards.splits_optimizer() && !shards.splits_parameters(flat)) {
+        gathers.push_back(store.gather_values(flat));
+      }
+    });
+  } catch (...) {
+    half_an_update = engine::message_of(std::current_exception());
+    throw;
   }
   for (const auto& gather : gathers) gather.wait();
+}
+
+// What an update changed before it failed cannot be taken back.
+void Engine::Impl::refuse_half_an_update() const {
+  if (half_an_update.empty()) return;
+  fail("engine", "update ", updates + 1, " ended in its middle, so that states are partly of it (",
+       half_an_update, "); go on with a new engine, from the start or a saved state");
 }
 
 StepResult Engine::Impl::close_window() {
@@ -239,6 +254,8 @@ StepResult Engine::Impl::close_window() {
   result.micro_batches = micro_batches;
   result.updates = updates;
   result.skipped = skipped;
+  result.host_bytes = offloading.host_bytes();
+  result.file_bytes = offloading.file_bytes();
   const auto books = ledger.snapshot();
   result.peak_bytes = books.peak_bytes;
   result.accounts = books.at_peak;

@@ -77,7 +77,7 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 
 FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
                      const config::PrecisionPolicy& policy, const Shards& shards,
-                     const comm::Ranks& ranks, const memory::Ledger& ledger,
+                     const comm::Ranks& ranks, const memory::Ledger& ledger, const Places& places,
                      const std::function<void(const std::string&)>& materialize)
     : table_(table),
       shards_(shards),
@@ -99,7 +99,7 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
       materialize(table.units()[static_cast<std::size_t>(unit)]);
       made = unit;
     }
-    rehome(policy, flat);
+    rehome(policy, places, flat);
   }
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
 }
@@ -127,7 +127,29 @@ at::Tensor FlatStore::original_values(int index) {
   return original;
 }
 
-void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
+// Masters of the values before the cast, parameter by parameter: no whole copy is made for a file.
+offload::SpanPtr FlatStore::make_master(int index, const at::Tensor& original,
+                                        const std::shared_ptr<offload::Store>& place) {
+  const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
+  const auto range = shards_.optimized(index);
+  const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
+  AccountScope scope(ledger_, Account::optimizer);
+  const auto master = place ? place->reserve(range.size(), at::kFloat)
+                            : offload::resident(at::zeros(
+                                  {range.size()}, at::TensorOptions(at::kFloat).device(device)));
+  if (original.defined()) {
+    master->write(0, original.narrow(0, range.begin, range.size()));
+    return master;
+  }
+  for (const int entry : layout.entries) {  // one rank: all of each
+    const auto& parameter = parameters_[static_cast<std::size_t>(entry)];
+    master->write(table_.entries()[static_cast<std::size_t>(entry)].offset,
+                  parameter.detach().as_strided({parameter.numel()}, {1}));
+  }
+  return master;
+}
+
+void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& places, int index) {
   at::NoGradGuard no_grad;
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
   auto& tensors = flats_[static_cast<std::size_t>(index)];
@@ -171,11 +193,10 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, int index) {
   if (layout.trainable) {
     tensors.own_master = kept != at::kFloat;
     if (!tensors.own_master) {
-      tensors.master = optimized_values(index);
+      tensors.master = offload::resident(optimized_values(index));
     } else {
-      AccountScope scope(ledger_, Account::optimizer);
-      tensors.master = at::zeros({range.size()}, options.dtype(at::kFloat));
-      fill(tensors.master);
+      tensors.master =
+          make_master(index, original, places.masters[static_cast<std::size_t>(index)]);
     }
     AccountScope scope(ledger_, Account::gradients);
     const auto numel = shards_.splits_gradients() ? shards_.shard(index) : shards_.whole(index);
@@ -241,8 +262,8 @@ void FlatStore::refresh(int index) {
   const auto optimized = shards_.optimized(entry.flat);
   const auto range = overlap({entry.offset, entry.offset + entry.numel}, optimized);
   if (range.size() == 0) return;
-  tensors.master.narrow(0, range.begin - optimized.begin, range.size())
-      .copy_(tensors.values.narrow(0, range.begin, range.size()));
+  tensors.master->write(range.begin - optimized.begin,
+                        tensors.values.narrow(0, range.begin, range.size()));
 }
 
 void FlatStore::make_room(int index) {
@@ -280,7 +301,7 @@ void FlatStore::share_values(int index, int writer) {
   if (tensors.shard.defined()) {
     tensors.shard.copy_(tensors.values.narrow(0, mine.begin, mine.size()));
   }
-  if (tensors.own_master) tensors.master.copy_(optimized_values(index));
+  if (tensors.own_master) tensors.master->write(0, optimized_values(index));
   for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
     versions_[static_cast<std::size_t>(entry)] =
         parameters_[static_cast<std::size_t>(entry)]._version();
@@ -351,14 +372,25 @@ at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* wh
   return whole;
 }
 
+// On the model's device; a copy where it is kept elsewhere.
+at::Tensor FlatStore::master_tensor(int index) {
+  const auto& master = flat(index).master;
+  const auto device = flat(index).values.device();
+  const auto here = master->tensor();
+  if (here.defined()) return here.to(device);
+  auto copy = at::empty({master->numel()}, at::TensorOptions(at::kFloat).device(device));
+  master->read(0, copy);
+  return copy;
+}
+
 at::Tensor FlatStore::whole_master(int index) {
   const auto& tensors = flat(index);
   if (shards_.splits_parameters(index)) {
-    return gathered(tensors.master.defined() ? tensors.master : tensors.shard, index, "master");
+    return gathered(tensors.master ? master_tensor(index) : tensors.shard, index, "master");
   }
-  if (!tensors.master.defined()) return tensors.values;
-  if (!shards_.splits_optimizer()) return tensors.master;
-  return tensors.own_master ? gathered(tensors.master, index, "master") : tensors.values;
+  if (!tensors.own_master) return tensors.values;
+  if (!shards_.splits_optimizer()) return master_tensor(index);
+  return gathered(master_tensor(index), index, "master");
 }
 
 at::Tensor FlatStore::whole_moment(int index, const at::Tensor& moment) {

@@ -13,6 +13,7 @@
 #include "poise/config.h"
 #include "poise/core.h"
 #include "poise/memory.h"
+#include "poise/offload.h"
 #include "zero/shards.h"
 
 namespace poise::zero {
@@ -22,10 +23,15 @@ struct FlatTensors {
   at::Tensor values;        // [whole] what the parameters are views of; where they are sharded it
                             // has memory only while they are gathered
   at::Tensor shard;         // [shard] this rank's part of the values, where they are sharded
-  at::Tensor master;        // [optimized] fp32; the values themselves where those are fp32;
-                            // undefined if frozen
+  offload::SpanPtr master;  // [optimized] fp32; the values themselves where those are fp32; null
+                            // if frozen
   at::Tensor accumulator;   // [whole] or [shard], fp32 unless asked otherwise; undefined if frozen
   bool own_master = false;  // the master is memory of its own: values are a 16-bit copy
+};
+
+// Stores of what does not lie on the device.
+struct Places {
+  std::vector<std::shared_ptr<offload::Store>> masters;  // by flat; null: the device
 };
 
 class FlatStore {
@@ -35,7 +41,7 @@ class FlatStore {
   // `materialize(unit)`, where there is one, makes there just before they are needed.
   FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
             const Shards& shards, const comm::Ranks& ranks, const memory::Ledger& ledger,
-            const std::function<void(const std::string&)>& materialize = {});
+            const Places& places, const std::function<void(const std::string&)>& materialize = {});
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
   const std::vector<at::Tensor>& parameters() const {
@@ -85,9 +91,12 @@ class FlatStore {
   void refresh(int entry);
 
  private:
-  void rehome(const config::PrecisionPolicy& policy, int flat);
+  void rehome(const config::PrecisionPolicy& policy, const Places& places, int flat);
+  offload::SpanPtr make_master(int flat, const at::Tensor& original,
+                               const std::shared_ptr<offload::Store>& place);
   void copy_parameters(int flat, const at::Tensor& target);
   at::Tensor original_values(int flat);
+  at::Tensor master_tensor(int flat);
   at::Tensor gathered(const at::Tensor& mine, int flat, const char* what);
   std::string label(int flat) const;
 

@@ -1,0 +1,156 @@
+"""Offloaded states from Python: the same bits as on the device, in less of its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import poise
+import pytest
+import torch
+from poise import Error, cli
+
+
+class Stack(torch.nn.Module):
+    """Layers whose states are far larger than what backward keeps."""
+
+    def __init__(self, layers: int = 6, width: int = 128) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.1, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x
+
+
+HALF = {"precision": {"dtype": "bf16", "parameters": "bf16"}}
+BUDGET = 8  # bytes for each parameter: values take 2, gradients 4, masters and moments 12 more
+
+
+def window(update: int) -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(update)
+    return [(torch.randn(n, 128, generator=generator), n) for n in (4, 2, 3)]
+
+
+def train(config: dict, updates: int = 4) -> tuple[list, torch.nn.Module, poise.Engine]:
+    model = Stack()
+    engine = poise.Engine(model, config)
+
+    def loss_fn(batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+        x, count = batch
+        return torch.nn.functional.mse_loss(model(x.to(torch.bfloat16)).float(), x), count
+
+    return [engine.step(window(update), loss_fn) for update in range(updates)], model, engine
+
+
+def to_file(folder) -> dict:
+    return {
+        "optimizer": "file",
+        "directory": str(folder),
+        "block_bytes": 4096,
+        "staging_bytes": "64KiB",
+        "queue_depth": 4,
+    }
+
+
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_states_that_do_not_fit_the_budget_train_inside_it(where, tmp_path):
+    results, model, engine = train(HALF)
+    numel = sum(p.numel() for p in model.parameters())
+    budget = BUDGET * numel
+    assert results[-1].peak_bytes > 2 * budget
+    with pytest.raises(torch.OutOfMemoryError):
+        train({**HALF, "memory": {"budget_bytes": budget}})
+    offload = {"optimizer": "host"} if where == "host" else to_file(tmp_path)
+    got, other, offloaded = train({**HALF, "memory": {"budget_bytes": budget}, "offload": offload})
+    assert [r.loss for r in got] == [r.loss for r in results]
+    assert all(r.peak_bytes <= budget for r in got)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(engine.master(name), offloaded.master(name)), name
+    states = 12 * numel
+    held = got[-1].host_bytes if where == "host" else got[-1].file_bytes
+    assert states <= held <= 1.2 * states, "padding and whole pages"
+    assert os.listdir(tmp_path) == [], "the file has no name"
+
+
+def test_trainer_takes_it_and_says_it(tmp_path, capfd):
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            x = torch.randn(128, generator=torch.Generator().manual_seed(index))
+            return {"x": x, "labels": x}
+
+    class Fit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = Stack()
+
+        def forward(self, x, labels):
+            return {"loss": torch.nn.functional.mse_loss(self.stack(x), labels)}
+
+    def run(**arguments):
+        model = Fit()
+        arguments = poise.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_steps=3,
+            learning_rate=1e-2,
+            **arguments,
+        )
+        poise.Trainer(model=model, args=arguments, train_dataset=Data()).train()
+        return model
+
+    plain = run()
+    offloaded = run(offload_optimizer="file", offload_directory=str(tmp_path / "scratch"))
+    assert "100% of the optimizer states to a file in" in "".join(capfd.readouterr())
+    for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(Error, match="offload_directory None"):
+        poise.TrainingArguments(offload_optimizer="file")
+    with pytest.raises(Error, match="offload_optimizer is 'disk'; use none, host, file"):
+        poise.TrainingArguments(offload_optimizer="disk")
+
+
+def test_poise_train_takes_it(tmp_path, capfd):
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
+    run = {
+        "batch": {"micro_batch_size": 2, "accumulation": 2},
+        "precision": HALF["precision"],
+        "model": {"layers": 2, "width": 16, "heads": 2, "sequence_length": 16},
+        "data": {"train": [str(tmp_path / "text.txt")]},
+        "train": {"max_updates": 3, "log_every": 1},
+    }
+    lines = {}
+    for name, offload in {"device": {}, "file": to_file(tmp_path / "scratch")}.items():
+        run["offload"] = offload
+        run["train"]["output_dir"] = str(tmp_path / name)
+        (tmp_path / "run.json").write_text(json.dumps(run))
+        assert cli.main(["train", str(tmp_path / "run.json")]) == 0
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        lines[name] = [json.loads(line) for line in text.splitlines()]
+    assert "100% of the optimizer states to a file in" in capfd.readouterr().out
+    device, file = ([line["loss"] for line in lines[n] if "loss" in line] for n in lines)
+    assert device == file
+    assert lines["device"][-1]["file_bytes"] == 0 < lines["file"][-1]["file_bytes"]
+    assert lines["file"][-1]["accounts"]["optimizer"] == 0
+
+
+def test_settings_that_contradict_are_errors(tmp_path):
+    for words, offload in {
+        "directory is empty": {"optimizer": "file"},
+        "only for what is offloaded to file": {"directory": str(tmp_path)},
+        "optimizer_fraction is given but is only for": {"optimizer_fraction": 0.5},
+        "multiples of 4096": {**to_file(tmp_path), "block_bytes": 5000},
+        "an update needs 16 blocks": {**to_file(tmp_path), "staging_bytes": 4096},
+    }.items():
+        with pytest.raises(Error, match=words):
+            poise.Engine(Stack(), {"offload": offload})

@@ -1,0 +1,42 @@
+// Which store, and which part of the states.
+#include "engine/offloading.h"
+
+namespace poise::engine {
+
+Offloading::Offloading(const config::OffloadPolicy& policy, const ParamTable& table,
+                       const zero::Shards& shards, c10::Device device)
+    : policy_(policy),
+      device_(device),
+      memory_(std::make_shared<offload::HostMemory>(device, policy.pinned_budget_bytes)) {
+  place_states(table, shards);
+}
+
+std::shared_ptr<offload::Store> Offloading::store(config::Offload where) {
+  if (where == config::Offload::none) return nullptr;
+  if (where == config::Offload::host) {
+    if (!host_) host_ = offload::host_store(memory_, device_);
+    return host_;
+  }
+  if (!file_) file_ = offload::file_store(policy_, memory_);
+  return file_;
+}
+
+// Whole flats from the first on, until the fraction is reached: the same ones on every rank.
+void Offloading::place_states(const ParamTable& table, const zero::Shards& shards) {
+  const int flats = static_cast<int>(table.flats().size());
+  places_.masters.resize(static_cast<std::size_t>(flats));
+  const auto elements = [&](int flat) {
+    const auto& layout = table.flats()[static_cast<std::size_t>(flat)];
+    return layout.trainable ? static_cast<double>(shards.optimized(flat).size()) : 0.0;
+  };
+  double left = 0;
+  for (int flat = 0; flat < flats; ++flat) left += elements(flat);
+  left *= policy_.optimizer_fraction;
+  for (int flat = 0; flat < flats && left > 0; ++flat) {
+    if (elements(flat) == 0) continue;
+    places_.masters[static_cast<std::size_t>(flat)] = store(policy_.optimizer);
+    left -= elements(flat);
+  }
+}
+
+}  // namespace poise::engine

@@ -1,0 +1,278 @@
+// Offloaded states of one engine: within a budget they do not fit, within the staging that is
+// documented, read and written where they live, and never silently wrong after a failure.
+#include <ATen/ops/equal.h>
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/relu.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "data/temp_dir.h"
+#include "engine/state_update.h"
+#include "support/tiny_model.h"
+
+namespace poise {
+namespace {
+
+using config::Offload;
+using data::message_of;
+using data::TempDir;
+using memory::Account;
+using test::normal;
+
+// Layers of one width; their states are far larger than what backward keeps.
+struct Stack {
+  static constexpr std::int64_t kWidth = 128;
+  std::vector<at::Tensor> weights;
+
+  explicit Stack(int layers = 8) {
+    for (int i = 0; i < layers; ++i) {
+      weights.push_back(normal({kWidth, kWidth}, static_cast<std::uint64_t>(50 + i), 0.15));
+      weights.back().requires_grad_();
+    }
+  }
+  ModelView view() const {
+    ModelView made;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      const auto name = join("layers.", i);
+      made.parameters.push_back({name, weights[i]});
+      made.units.push_back({name, {name}});
+    }
+    return made;
+  }
+  Loss loss(const at::Tensor& batch) const {
+    auto x = batch.to(weights[0].scalar_type());
+    for (const auto& weight : weights) x = at::relu(at::linear(x, weight)) + x;
+    return Loss::mean(at::mse_loss(x.to(at::kFloat), batch), static_cast<double>(batch.size(0)));
+  }
+  std::int64_t numel() const { return static_cast<std::int64_t>(weights.size()) * kWidth * kWidth; }
+};
+
+std::vector<at::Tensor> window(int update) {
+  const auto seed = static_cast<std::uint64_t>(1000 + 10 * update);
+  return {normal({4, Stack::kWidth}, seed), normal({4, Stack::kWidth}, seed + 1)};
+}
+
+Config bf16() {
+  Config config;
+  config.optimizer.lr = 1e-3;
+  config.precision.dtype = config.precision.parameters = config::DType::bf16;
+  return config;
+}
+
+Config in_file(Config config, const TempDir& folder) {
+  config.offload.optimizer = Offload::file;
+  config.offload.directory = folder.path();
+  config.offload.block_bytes = 8192;
+  config.offload.staging_bytes = 16 * 8192;
+  config.offload.queue_depth = 2;
+  return config;
+}
+
+StepResult step(Engine& engine, const Stack& model, int update) {
+  return engine.step(window(update), [&](const at::Tensor& b) { return model.loss(b); });
+}
+
+TEST(Offload, StatesThatDoNotFitTheBudgetTrainInsideIt) {
+  TempDir folder;
+  Stack plain_model;
+  Engine plain(plain_model.view(), bf16());
+  std::vector<StepResult> expected;
+  for (int i = 0; i < 5; ++i) expected.push_back(step(plain, plain_model, i));
+  const auto states = 12 * plain_model.numel();  // masters and two moments, fp32
+  const auto budget = states / 2 + states / 6;   // gradients are a third of it, values a sixth
+  ASSERT_GT(expected.back().peak_bytes, states + budget / 2);
+
+  auto host = bf16();
+  host.offload.optimizer = Offload::host;
+  for (auto config : {host, in_file(bf16(), folder)}) {
+    config.memory.budget_bytes = budget;
+    Stack model;
+    Engine engine(model.view(), config);
+    for (int i = 0; i < 5; ++i) {
+      const auto result = step(engine, model, i);
+      EXPECT_EQ(result.loss, expected[static_cast<std::size_t>(i)].loss) << i;
+      EXPECT_LE(result.peak_bytes, budget);
+      EXPECT_EQ(result.accounts[static_cast<std::size_t>(Account::optimizer)], 0);
+    }
+    for (std::size_t i = 0; i < model.weights.size(); ++i) {
+      EXPECT_TRUE(at::equal(model.weights[i], plain_model.weights[i])) << i;
+      const auto name = join("layers.", i);
+      EXPECT_TRUE(at::equal(engine.master(name), plain.master(name))) << i;
+    }
+  }
+  auto unfit = bf16();
+  unfit.memory.budget_bytes = budget;
+  Stack model;
+  EXPECT_THROW(Engine(model.view(), unfit), c10::OutOfMemoryError) << "the budget is real";
+}
+
+TEST(Offload, BytesAreWhereTheResultSaysTheyAre) {
+  TempDir folder;
+  Stack model;
+  const auto config = in_file(bf16(), folder);
+  Engine engine(model.view(), config);
+  const auto result = step(engine, model, 0);
+  EXPECT_EQ(result.file_bytes, 12 * model.numel());
+  EXPECT_LE(result.host_bytes, config.offload.staging_bytes + 2 * 2 * 8192);
+  EXPECT_GT(result.host_bytes, 2 * 2 * 8192);
+
+  auto host = bf16();
+  host.offload.optimizer = Offload::host;
+  host.offload.optimizer_fraction = 0.5;
+  Stack other;
+  Engine half(other.view(), host);
+  EXPECT_EQ(step(half, other, 0).host_bytes, 6 * other.numel());
+  EXPECT_EQ(half.ledger().snapshot().current[static_cast<std::size_t>(Account::optimizer)],
+            6 * other.numel());
+}
+
+int descriptors() {
+  DIR* directory = opendir("/proc/self/fd");
+  int count = 0;
+  while (readdir(directory) != nullptr) ++count;
+  closedir(directory);
+  return count;
+}
+
+TEST(Offload, AThousandUpdatesHoldNothingMore) {
+  TempDir folder;
+  Stack model(1);
+  Engine engine(model.view(), in_file(bf16(), folder));
+  const auto batch = window(0);
+  const auto update = [&] {
+    return engine.step(batch, [&](const at::Tensor& b) { return model.loss(b); });
+  };
+  update();
+  const auto first = update();
+  const auto open = descriptors();
+  StepResult last;
+  for (int i = 0; i < 1000; ++i) last = update();
+  EXPECT_EQ(last.peak_bytes, first.peak_bytes);
+  EXPECT_EQ(last.host_bytes, first.host_bytes);
+  EXPECT_EQ(last.file_bytes, first.file_bytes);
+  EXPECT_EQ(descriptors(), open);
+}
+
+TEST(Offload, EditsReachMastersInTheFile) {
+  TempDir folder;
+  Stack model(2), plain_model(2);
+  Engine engine(model.view(), in_file(bf16(), folder)), plain(plain_model.view(), bf16());
+  const auto edit = [](Engine& e, Stack& m) {
+    step(e, m, 0);
+    {
+      const at::NoGradGuard no_grad;
+      m.weights[0].mul_(0.5);                         // noticed
+      at::Tensor(m.weights[1].detach()).fill_(0.25);  // told
+    }
+    e.refresh("layers.1");
+    step(e, m, 1);
+    auto whole = e.gathered(0);
+    {
+      const at::NoGradGuard no_grad;
+      m.weights[1].fill_(2);
+    }
+    whole.close();
+    step(e, m, 2);
+  };
+  edit(engine, model);
+  edit(plain, plain_model);
+  for (const auto* name : {"layers.0", "layers.1"}) {
+    EXPECT_TRUE(at::equal(engine.master(name), plain.master(name))) << name;
+  }
+}
+
+// Some file of the folder by another descriptor, as somebody else would open it.
+int descriptor_of_scratch() {
+  for (int fd = 3; fd < 256; ++fd) {
+    char target[512];
+    const auto length = readlink(join("/proc/self/fd/", fd).c_str(), target, sizeof target - 1);
+    if (length <= 0) continue;
+    target[length] = 0;
+    if (std::string(target).find("(deleted)") != std::string::npos &&
+        std::string(target).find("poise_data_") != std::string::npos) {
+      return fd;
+    }
+  }
+  return -1;
+}
+
+TEST(Offload, AFileCutBetweenUpdatesEndsTheTrainingWithItsReason) {
+  TempDir folder;
+  Stack model;
+  Engine engine(model.view(), in_file(bf16(), folder));
+  step(engine, model, 0);
+  const int scratch = descriptor_of_scratch();
+  ASSERT_GE(scratch, 0);
+  ASSERT_EQ(ftruncate(scratch, 100000), 0);
+  const auto first = message_of([&] { step(engine, model, 1); });
+  EXPECT_NE(first.find("[offload] cannot read"), std::string::npos) << first;
+  EXPECT_NE(first.find("the file was cut short"), std::string::npos) << first;
+  for (const auto& use : std::vector<std::function<void()>>{[&] { step(engine, model, 2); },
+                                                            [&] { engine.master("layers.0"); },
+                                                            [&] { engine.gathered(); }}) {
+    const auto later = message_of(use);
+    EXPECT_NE(later.find("[engine] update 2 ended in its middle"), std::string::npos) << later;
+    EXPECT_NE(later.find("the file was cut short"), std::string::npos) << later;
+  }
+}
+
+// All arrays through staging, as they go where the device is a GPU.
+TEST(StateUpdate, StagedAndInPlaceAreTheSameBits) {
+  constexpr std::int64_t kNumel = 5000;
+  config::OptimizerPolicy policy;
+  policy.lr = 1e-2;
+  const auto optimizer = optim::make_optimizer(policy);
+  config::OffloadPolicy offload;
+  offload.block_bytes = 4096;
+  offload.staging_bytes = 16 * 4096;
+  struct Made {
+    engine::OptimizerState state;
+    at::Tensor low = at::empty({kNumel}, at::kBFloat16).zero_();
+    Made(std::uint64_t seed) {
+      state.master = offload::resident(normal({kNumel}, seed));
+      for (int i = 0; i < 2; ++i) {
+        state.moments.push_back(offload::resident(at::zeros({kNumel}, at::kFloat)));
+      }
+      state.low = offload::resident(low);
+      state.gradient = offload::resident(normal({kNumel}, seed + 100));
+      state.segments = {{0, 1, 0}, {1, 1500, 1}, {2048, 4999, 0}};
+    }
+  };
+  const auto run = [&](engine::StateUpdate::Direct direct) {
+    std::vector<Made> made;
+    made.emplace_back(1);
+    made.emplace_back(2);
+    std::vector<engine::OptimizerState> states{made[0].state, made[1].state};
+    offload::HostMemory memory(c10::Device(c10::kCPU), 0);
+    engine::StateUpdate update(states, offload, memory, direct);
+    EXPECT_LE(update.staging_bytes(), offload.staging_bytes);
+    std::vector<int> flats;
+    for (int i = 1; i <= 3; ++i) {
+      update.run(
+          [&](optim::Span& span) {
+            optimizer->apply(span, {{1e-2, 0.1}, {1e-3, 0}}, i, 0.5, {});
+          },
+          [&](int flat) { flats.push_back(flat); });
+    }
+    EXPECT_EQ(flats.size(), 6u) << "each flat is told once an update";
+    return made;
+  };
+  const auto in_place = run(engine::StateUpdate::Direct::yes);
+  Stream::set_test_delay(3, 200);
+  const auto staged = run(engine::StateUpdate::Direct::no);
+  Stream::set_test_delay(0, 0);
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(at::equal(in_place[i].low, staged[i].low));
+    EXPECT_GT(in_place[i].low.abs().sum().item<float>(), 0);
+    EXPECT_TRUE(at::equal(in_place[i].state.master->tensor(), staged[i].state.master->tensor()));
+    for (std::size_t m = 0; m < 2; ++m) {
+      EXPECT_TRUE(
+          at::equal(in_place[i].state.moments[m]->tensor(), staged[i].state.moments[m]->tensor()));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace poise
