@@ -78,6 +78,12 @@ class POISE_API Group {
   // Each rank's text, by rank. Blocks. For names and hashes at build, not for a step.
   std::vector<std::string> all_gather_text(const std::string& text, const std::string& what);
 
+  // Short texts that ranks leave for each other beside the collectives, by any thread at any time:
+  // a later one takes the place of the one with its key. nullopt: no rank has left one yet. Throws
+  // Error where the store that keeps them is gone.
+  void leave_note(const std::string& key, const std::string& text);
+  std::optional<std::string> note(const std::string& key) const;
+
   // Makes room for reductions of up to `bytes` of `whole`, under the caller's AccountScope.
   void reserve(std::int64_t bytes);
 

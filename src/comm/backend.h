@@ -7,8 +7,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "comm/notes.h"
 #include "poise/comm.h"
 
 namespace poise::comm {
@@ -45,9 +47,18 @@ class Backend {
   // Scratch for reductions of `bytes`; called between collectives, on the caller's thread.
   virtual void reserve(std::int64_t bytes) {}
 
+  // From any thread; by default kept here, for a rank without peers.
+  virtual void leave_note(const std::string& key, const std::string& text) {
+    own_.leave(key, text);
+  }
+  virtual std::optional<std::string> note(const std::string& key) { return own_.find(key); }
+
   // From any thread: ends what blocks on any rank. The first message wins.
   virtual void abort(const std::string& message) noexcept = 0;
   virtual void check() const = 0;  // throws the failure, if there is one
+
+ private:
+  Notes own_;
 };
 
 // For a world of one, whatever it calls itself.

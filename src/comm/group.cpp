@@ -254,6 +254,13 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
   return texts;
 }
 
+void Group::leave_note(const std::string& key, const std::string& text) {
+  impl_->backend->leave_note(key, text);
+}
+std::optional<std::string> Group::note(const std::string& key) const {
+  return impl_->backend->note(key);
+}
+
 void Group::reserve(std::int64_t bytes) { impl_->make_room(bytes); }
 void Group::check() const { impl_->backend->check(); }
 void Group::abort(const std::string& message) noexcept {

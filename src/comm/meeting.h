@@ -22,6 +22,8 @@ class Meeting {
   void depart(int rank) noexcept;                  // this rank will bring nothing more
   void check() const;
 
+  Notes& notes() { return notes_; }
+
   // One rank's time between the two. Made when all have come with the same call; else throws.
   class Visit {
    public:
@@ -63,6 +65,7 @@ class Meeting {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::vector<Seat> seats_;
+  Notes notes_;
   std::optional<std::string> failure_;
 };
 

@@ -14,6 +14,7 @@
 #include "comm/messages.h"
 #include "comm/ordered_sum.h"
 #include "comm/process_group.h"
+#include "comm/store_notes.h"
 #include "poise/error.h"
 
 namespace poise::comm {
@@ -40,7 +41,8 @@ class OnCpu final : public Backend {
         options_(options),
         tag_(kFirstTag + 2 * instance),
         messages_(peers.backend, options.timeout),
-        digests_(at::empty({size_}, at::kLong)) {
+        digests_(at::empty({size_}, at::kLong)),
+        notes_(peers.store) {
     if (!peers.store) return;
     watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
                                      [this](const std::string& message) { end(message); });
@@ -109,6 +111,11 @@ class OnCpu final : public Backend {
   }
 
   void reserve(std::int64_t bytes) override { scratch_ = at::empty({bytes}, at::kByte); }
+
+  void leave_note(const std::string& key, const std::string& text) override {
+    notes_.leave(key, text);
+  }
+  std::optional<std::string> note(const std::string& key) override { return notes_.find(key); }
 
   void abort(const std::string& message) noexcept override {
     const std::string whole = join("[comm] ", name_of(rank_), " ended the group: ", message);
@@ -231,7 +238,8 @@ class OnCpu final : public Backend {
   Messages messages_;
   at::Tensor digests_;
   at::Tensor scratch_;
-  std::string place_;             // of the collective this rank is in
+  std::string place_;  // of the collective this rank is in
+  StoreNotes notes_;
   std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
 };
 

@@ -8,6 +8,7 @@
 #include "comm/failure.h"
 #include "comm/flat.h"
 #include "comm/process_group.h"
+#include "comm/store_notes.h"
 #include "poise/error.h"
 
 namespace poise::comm {
@@ -21,7 +22,8 @@ class OnGpu final : public Backend {
       : rank_(peers.rank),
         size_(peers.size),
         backend_(peers.backend),
-        one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))) {
+        one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))),
+        notes_(peers.store) {
     if (!peers.store) return;
     watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
                                      [this](const std::string& message) { end(message); });
@@ -63,6 +65,11 @@ class OnGpu final : public Backend {
     run(call, [&] { return c10d_calls::all_reduce(*backend_, one_); });
   }
 
+  void leave_note(const std::string& key, const std::string& text) override {
+    notes_.leave(key, text);
+  }
+  std::optional<std::string> note(const std::string& key) override { return notes_.find(key); }
+
   void abort(const std::string& message) noexcept override {
     const std::string who = watch_ ? watch_->name_of(rank_) : join("rank ", rank_);
     const std::string whole = join("[comm] ", who, " ended the group: ", message);
@@ -100,6 +107,7 @@ class OnGpu final : public Backend {
   c10d_calls::BackendPtr backend_;
   at::Tensor one_;
   Failure failure_;
+  StoreNotes notes_;
   std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
 };
 

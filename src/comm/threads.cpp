@@ -93,6 +93,13 @@ class Threads final : public Backend {
     Meeting::Visit(*meeting_, rank_, call, nullptr).leave();
   }
 
+  void leave_note(const std::string& key, const std::string& text) override {
+    meeting_->notes().leave(key, text);
+  }
+  std::optional<std::string> note(const std::string& key) override {
+    return meeting_->notes().find(key);
+  }
+
   void abort(const std::string& message) noexcept override {
     meeting_->fail(join("[comm] rank ", rank_, " ended the group: ", message));
   }

@@ -9,6 +9,7 @@
 #include "comm/chain.h"
 #include "comm/rank_values.h"
 #include "poise/comm.h"
+#include "poise/error.h"
 #include "poise/stream.h"
 #include "support/ranks.h"
 
@@ -215,6 +216,20 @@ TEST_P(Collectives, TrafficIsThatOfTheFormulas) {
     group.reset_traffic();
     EXPECT_EQ(group.traffic().calls, Traffic{}.calls);
     EXPECT_EQ(group.traffic().bytes, Traffic{}.bytes);
+  });
+}
+
+TEST_P(Collectives, NotesAreSeenByAllRanks) {
+  on_ranks(size, [&](Group& group) {
+    EXPECT_EQ(group.note("nobody's"), std::nullopt);
+    group.leave_note(join("from ", group.rank()), join("text of ", group.rank()));
+    group.barrier("all have left one");
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_EQ(group.note(join("from ", rank)), join("text of ", rank));
+    }
+    group.barrier("all have read");
+    group.leave_note("shared", "the same");
+    EXPECT_EQ(group.note("shared"), "the same");
   });
 }
 

@@ -47,6 +47,28 @@ TEST(Rank, DISABLED_HasTheBitsOfThreads) {
       (size == 2 ? std::vector<std::string>{"", "x"} : std::vector<std::string>{"", "x", "xx"}));
 }
 
+TEST(Rank, DISABLED_LeavesNotes) {
+  const auto group = from_environment();
+  const auto wait_for = [&](const std::string& key) {
+    for (;;) {
+      if (const auto text = group->note(key)) return *text;
+      group->check();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  };
+  const int next = (group->rank() + 1) % group->size();
+  EXPECT_EQ(group->note("nobody's"), std::nullopt);
+  group->leave_note(join("from ", group->rank()), join("text\n of ", group->rank()));
+  EXPECT_EQ(wait_for(join("from ", next)), join("text\n of ", next));
+  std::thread other([&] { group->leave_note(join("again ", group->rank()), ""); });
+  EXPECT_EQ(wait_for(join("again ", next)), "");
+  other.join();
+  group->barrier("all have read");  // collectives go on beside them
+  group->leave_note(join("from ", group->rank()), "later");
+  group->barrier("all have left one");
+  EXPECT_EQ(group->note(join("from ", next)), "later");
+}
+
 TEST(Rank, DISABLED_GathersAnyDtypeInPlaceAndNot) {
   const auto group = from_environment();
   const int size = group->size();
@@ -127,6 +149,8 @@ TEST(ProcessGroup, HasTheBitsOfThreads) {
   run_ranks("HasTheBitsOfThreads", 2);
   run_ranks("HasTheBitsOfThreads", 3);
 }
+
+TEST(ProcessGroup, LeavesNotes) { run_ranks("LeavesNotes", 3); }
 
 TEST(ProcessGroup, GathersAnyDtypeInPlaceAndNot) { run_ranks("GathersAnyDtypeInPlaceAndNot", 2); }
 

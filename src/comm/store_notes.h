@@ -1,0 +1,28 @@
+// Notes in a c10d store, over a connection of their own that is made when the first is left or
+// read.
+#pragma once
+
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "comm/c10d_calls.h"
+
+namespace poise::comm {
+
+class StoreNotes {
+ public:
+  explicit StoreNotes(c10d_calls::StorePtr store) : store_(std::move(store)) {}  // null: no peers'
+
+  void leave(const std::string& key, const std::string& text);
+  std::optional<std::string> find(const std::string& key);
+
+ private:
+  ::c10d::Store& connection();
+
+  const c10d_calls::StorePtr store_;
+  std::mutex mutex_;  // one question at a time
+  c10d_calls::StorePtr connection_;
+};
+
+}  // namespace poise::comm
