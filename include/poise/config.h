@@ -173,6 +173,15 @@ struct TrainPolicy {
   std::vector<std::int64_t> profile_updates;  // [first, last]: a trace of these updates is written
 };
 
+// Saving and resuming.
+struct StatePolicy {
+  std::int64_t save_every = 0;        // updates between two saves of `poise train`; 0: none
+  std::int64_t save_total_limit = 0;  // saves that stay, the newest ones; 0: all
+  std::string resume = "none";        // none, auto: the latest save if there is one; else its path
+  bool asynchronous = false;          // saves are written while the training goes on
+  std::int64_t staging_bytes = std::int64_t{1} << 30;  // host memory that one may hold
+};
+
 // Samples of one forward/backward: what was given, else 1.
 POISE_API std::int64_t micro_batch_size(const BatchPolicy& batch);
 
@@ -205,6 +214,7 @@ struct POISE_API Config {
   config::ModelPolicy model;
   config::DataPolicy data;
   config::TrainPolicy train;
+  config::StatePolicy state;
 
   // Reads JSON (// and /* */ comments allowed). Throws Error naming key, value and what is allowed;
   // an unknown or repeated key names the nearest known one.

@@ -20,6 +20,7 @@
 #include "poise/export.h"
 #include "poise/memory.h"
 #include "poise/optim.h"
+#include "poise/state.h"
 #include "poise/zero.h"
 
 namespace poise {
@@ -181,6 +182,20 @@ class POISE_API Engine {
   // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it. All ranks;
   // a copy where masters are sharded.
   at::Tensor master(const std::string& name) const;
+
+  // Saves everything that the next updates depend on (masters, moments, buffers, counters, loss
+  // scale, random generators) as a folder in `directory`, which all ranks see; returns its path.
+  // All ranks, between windows. config.state.asynchronous: returns once all has been copied to the
+  // host, and a failure of writing comes from the next step(), save(), load() or finish_save(); the
+  // destructor waits for the end of it.
+  std::string save(const std::string& directory, const state::SaveOptions& options = {});
+  void finish_save();
+
+  // Takes the state of a save, or of the latest one in a directory of saves: made on any number of
+  // ranks, at any stage, in any precision, of the same model and optimizer. Everything is checked
+  // before anything is touched. All ranks, between windows. Throws Error naming the file, parameter
+  // or setting that does not fit.
+  state::Loaded load(const std::string& path, const state::LoadOptions& options = {});
 
   const Config& config() const;
   const ParamTable& table() const;

@@ -24,6 +24,7 @@ __all__: list[str] = [
     "GatheredScope",
     "Group",
     "Ledger",
+    "LoadedState",
     "OptimizerFlats",
     "Permutation",
     "Place",
@@ -36,10 +37,13 @@ __all__: list[str] = [
     "cli_run",
     "cpu_isa",
     "cuda_snapshot",
+    "export_save",
     "fake_group",
+    "find_save",
     "format_bytes",
     "from_environment",
     "from_process_group",
+    "list_saves",
     "log_write",
     "one_rank",
     "optimizer_stage",
@@ -49,8 +53,10 @@ __all__: list[str] = [
     "recomputed_units",
     "recomputing",
     "reset_cuda_peak",
+    "save_differences",
     "set_log_level",
     "stream_pass",
+    "verify_save",
     "without_memory",
 ]
 
@@ -316,6 +322,21 @@ class Config:
         Every key with its value.
         """
 
+class LoadedState:
+    """
+    What a load brings back besides the engine's own state.
+    """
+    @property
+    def cursor(self) -> int | None: ...
+    @property
+    def own(self) -> dict[str, str]: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def user(self) -> dict[str, str]: ...
+
 class StepResult:
     """
     What one update did.
@@ -403,6 +424,7 @@ class Engine:
     def begin_window(self, counts: collections.abc.Sequence[typing.SupportsFloat]) -> None: ...
     def clip_grad_norm(self, max_norm: typing.SupportsFloat) -> float: ...
     def discard_window(self) -> None: ...
+    def finish_save(self) -> None: ...
     def forward_scope(self) -> ForwardScope: ...
     def gathered(self, writer: typing.SupportsInt | None) -> GatheredScope: ...
     def gradient(self, name: str) -> torch.Tensor: ...
@@ -410,11 +432,25 @@ class Engine:
         self, groups: collections.abc.Sequence[collections.abc.Sequence[str]]
     ) -> None: ...
     def is_boundary(self) -> bool: ...
+    def load(
+        self, path: str, *, weights_only: bool = False, only: collections.abc.Sequence[str] = []
+    ) -> LoadedState: ...
     def master(self, name: str) -> torch.Tensor: ...
     def memory(self) -> dict: ...
     def moments(self, name: str) -> list[torch.Tensor]: ...
     def refresh(self, name: str) -> None: ...
     def restart_peak(self) -> None: ...
+    def save(
+        self,
+        directory: str,
+        *,
+        name: str = "",
+        cursor: typing.SupportsInt | None = None,
+        user: collections.abc.Mapping[str, str] = {},
+        own: collections.abc.Mapping[str, str] = {},
+        total_limit: typing.SupportsInt = 0,
+        extra: collections.abc.Callable | None = None,
+    ) -> str: ...
     def set_accumulation(self, micro_batches: typing.SupportsInt) -> None: ...
     def set_hyperparameters(
         self,
@@ -476,9 +512,19 @@ def cuda_snapshot(device: typing.SupportsInt = 0) -> Snapshot:
     A GPU's figures from torch's caching allocator, all under "other".
     """
 
+def export_save(save: str, file: str) -> None:
+    """
+    The model of a save as one plain safetensors file.
+    """
+
 def fake_group(rank: typing.SupportsInt, size: typing.SupportsInt, device: torch.device) -> Group:
     """
     A rank of a world that is not there.
+    """
+
+def find_save(path: str) -> str:
+    """
+    The save itself, or the latest whole one of a directory; empty: there is none.
     """
 
 def format_bytes(bytes: typing.SupportsInt) -> str:
@@ -498,6 +544,11 @@ def from_process_group(
 ) -> Group:
     """
     Around a process group of torch.distributed.
+    """
+
+def list_saves(directory: str) -> list[str]:
+    """
+    Whole saves in a directory, oldest first.
     """
 
 def log_write(level: typing.SupportsInt, line: str) -> None:
@@ -566,6 +617,11 @@ def reset_cuda_peak(device: typing.SupportsInt = 0) -> None:
     The GPU's peak starts anew.
     """
 
+def save_differences(save: str, other: str) -> list[str]:
+    """
+    A line for each thing in which two saves differ.
+    """
+
 def set_log_level(level: str) -> None:
     """
     Drops log lines below level: debug, info, warning or error.
@@ -574,6 +630,11 @@ def set_log_level(level: str) -> None:
 def stream_pass(flats: OptimizerFlats) -> int:
     """
     The memory traffic of optimizer_stage without its arithmetic.
+    """
+
+def verify_save(save: str) -> None:
+    """
+    Reads every byte of a save; an Error names what is damaged.
     """
 
 def without_memory(like: torch.Tensor, device: torch.device, message: str) -> torch.Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from poise import _C, _units, checkpointing, comm, meta, model_view
-from poise._C import Error, StepResult
+from poise._C import Error, LoadedState, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
 
@@ -262,6 +263,65 @@ class Engine:
                 name: value.clone() if isinstance(value, torch.Tensor) else value
                 for name, value in self.model.state_dict().items()
             }
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        name: str = "",
+        cursor: int | None = None,
+        user: Mapping[str, str] | None = None,
+        own: Mapping[str, str] | None = None,
+        total_limit: int = 0,
+        extra: Callable[[str], None] | None = None,
+    ) -> str:
+        """Saves all that the next updates depend on as a folder that is whole or not there.
+
+        All ranks, between windows, with the same arguments. With state.asynchronous it returns when
+        all has been copied; a failure of writing then comes from the next step, save, load or
+        finish_save.
+
+        Args:
+          directory: of the saves; all ranks see it.
+          name: of the folder; empty: "update-00000120".
+          cursor: where the data goes on.
+          user: texts that every rank gets back (rank 0's are kept).
+          own: texts of this rank, given back where as many ranks load.
+          total_limit: saves that stay in the directory, the newest ones; 0: all.
+          extra: writes files of its own into the folder it gets; called on rank 0.
+
+        Returns:
+          the path of the save.
+        """
+        return self._engine.save(
+            str(directory),
+            name=name,
+            cursor=cursor,
+            user=dict(user or {}),
+            own=dict(own or {}),
+            total_limit=total_limit,
+            extra=extra,
+        )
+
+    def finish_save(self) -> None:
+        """Waits for a save in flight and raises what went wrong with it."""
+        self._engine.finish_save()
+
+    def load(
+        self, path: str | Path, *, weights_only: bool = False, only: Sequence[str] = ()
+    ) -> LoadedState:
+        """Takes the state of a save, or of the latest whole one in a directory of saves.
+
+        It may come from another number of ranks, stage, precision or division into units. All of it
+        is checked before anything is touched; what does not fit is an Error that names it. All
+        ranks, between windows.
+
+        Args:
+          path: of a save, or of a directory of saves.
+          weights_only: parameters and buffers alone, without optimizer, counters and generators.
+          only: with weights_only: names (* and ? allowed); empty: all.
+        """
+        return self._engine.load(str(path), weights_only=weights_only, only=list(only))
 
     def memory(self) -> dict[str, Any]:
         """The ledger: bytes now and at the peak, in total and by account."""

@@ -8,6 +8,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -148,6 +150,22 @@ py::dict memory_of(const Engine& engine) {
   return out;
 }
 
+// `extra` lives in the caller's frame, as the loss function does.
+std::string save(Engine& engine, const std::string& directory, const std::string& name,
+                 std::optional<std::int64_t> cursor, const std::map<std::string, std::string>& user,
+                 const std::map<std::string, std::string>& own, std::int64_t total_limit,
+                 const std::optional<py::function>& extra) {
+  state::SaveOptions options{name, cursor, user, own, total_limit, {}};
+  if (extra) {
+    options.extra = [&extra](const std::string& folder) {
+      py::gil_scoped_acquire gil;
+      (*extra)(folder);
+    };
+  }
+  py::gil_scoped_release release;
+  return engine.save(directory, options);
+}
+
 void bind_result(py::module_& module) {
   py::class_<StepResult>(module, "StepResult", "What one update did.")
       .def_property_readonly(
@@ -250,6 +268,19 @@ void bind_engine(py::module_& module) {
             return std::make_unique<Engine::Gathered>(engine.gathered(writer));
           },
           py::arg("writer"), py::keep_alive<0, 1>(), NoGil())
+      .def("save", &save, py::arg("directory"), py::kw_only(), py::arg("name") = "",
+           py::arg("cursor") = py::none(), py::arg("user") = std::map<std::string, std::string>{},
+           py::arg("own") = std::map<std::string, std::string>{}, py::arg("total_limit") = 0,
+           py::arg("extra") = py::none())
+      .def("finish_save", &Engine::finish_save, NoGil())
+      .def(
+          "load",
+          [](Engine& engine, const std::string& path, bool weights_only,
+             const std::vector<std::string>& only) {
+            return engine.load(path, {weights_only, only});
+          },
+          py::arg("path"), py::kw_only(), py::arg("weights_only") = false,
+          py::arg("only") = std::vector<std::string>{}, NoGil())
       .def("memory", &memory_of)
       .def("restart_peak", &Engine::restart_peak)
       .def_property_readonly("config", [](const Engine& engine) { return engine.config(); })

@@ -14,6 +14,7 @@ void bind_comm(py::module_& module);
 void bind_checkpointing(py::module_& module);
 void bind_config(py::module_& module);
 void bind_engine(py::module_& module);
+void bind_state(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -28,5 +29,6 @@ PYBIND11_MODULE(_C, module) {
   bind_comm(module);
   bind_checkpointing(module);
   bind_config(module);
+  bind_state(module);
   bind_engine(module);
 }

@@ -181,6 +181,11 @@ void share_buffers(const ModelView& model, comm::Group& group) {
   }
 }
 
+std::chrono::milliseconds timeout_of(const config::CommPolicy& policy) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::duration<double>(policy.timeout_seconds));
+}
+
 memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy) {
   ledger.set_budget(policy.budget_bytes);
   return ledger;
@@ -198,6 +203,7 @@ std::shared_ptr<zero::Units> Engine::Impl::make_units() {
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
                    const Materialize& materialize)
     : config(validated(wanted)),
+      buffers(model.buffers),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
       accumulation(config::accumulation(config.batch, group->size())),
@@ -216,7 +222,8 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       scaler(config.precision),
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group),
-      device(store.parameters().front().device()) {
+      device(store.parameters().front().device()),
+      saver(group, ledger, {timeout_of(config.comm), config.state.staging_bytes}) {
   share_buffers(model, *group);
 }
 

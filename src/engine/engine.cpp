@@ -241,6 +241,14 @@ at::Tensor Engine::master(const std::string& name) const {
       [&] { return impl_->store.view_of(entry, impl_->store.whole_master(flat)); });
 }
 
+std::string Engine::save(const std::string& directory, const state::SaveOptions& options) {
+  return impl_->guarded([&] { return impl_->save(directory, options); });
+}
+void Engine::finish_save() { impl_->saver.finish(); }
+state::Loaded Engine::load(const std::string& path, const state::LoadOptions& options) {
+  return impl_->guarded([&] { return impl_->load(path, options); });
+}
+
 const Config& Engine::config() const { return impl_->config; }
 const ParamTable& Engine::table() const { return impl_->table; }
 void Engine::restart_peak() { impl_->ledger.reset_peak(); }

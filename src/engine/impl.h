@@ -16,6 +16,8 @@
 #include "poise/engine.h"
 #include "poise/optim.h"
 #include "poise/precision.h"
+#include "state/saved.h"
+#include "state/saver.h"
 #include "zero/flat_store.h"
 #include "zero/gradients.h"
 #include "zero/shards.h"
@@ -124,6 +126,17 @@ struct Engine::Impl {
   void gather_gradients();
   std::shared_ptr<zero::Units> make_units();
 
+  // Between windows; saving.cpp and loading.cpp.
+  std::string save(const std::string& directory, const state::SaveOptions& options);
+  void check_between_windows(const char* call) const;
+  state::Contents contents();
+  void add_pieces(std::vector<state::Piece>& pieces);
+  state::Loaded load(const std::string& path, const state::LoadOptions& options);
+  void take(const state::Saved& saved, const state::LoadOptions& options);
+  void take_flat(int flat, const state::Saved& saved, const state::LoadOptions& options);
+  void take_buffers(const state::Saved& saved);
+  void take_random_states(const state::Saved& saved);
+
   double clip_factor(double grad_norm) const;
   double unscale_factor(double tokens) const;
   void apply(double factor);
@@ -136,6 +149,7 @@ struct Engine::Impl {
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
+  const std::vector<NamedTensor> buffers;  // of the model
   const comm::Ranks ranks;
   const std::shared_ptr<comm::Group> group;  // all of them
   std::int64_t accumulation;                 // micro-batches of a full window
@@ -171,6 +185,8 @@ struct Engine::Impl {
   std::map<int, Lent> lent;
   StepResult times;  // only its *_seconds
   engine::Clock::time_point window_start;
+  bool half_loaded = false;  // a load failed after it had begun to change things
+  state::Saver saver;        // the last member: what it still writes was copied
 };
 
 }  // namespace poise

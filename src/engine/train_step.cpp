@@ -23,6 +23,10 @@ using memory::AccountScope;
 void Engine::Impl::open_window(const std::vector<double>& counts) {
   POISE_CHECK(state == WindowState::closed);
   refuse_half_an_update();
+  saver.check();
+  if (half_loaded) {
+    fail("engine", "the last load failed midway; load a whole save before training goes on");
+  }
   if (units && gathered_scopes > 0) {
     fail("engine",
          "a window was opened inside gathered(), whose whole parameters no update would reach; "

@@ -44,6 +44,7 @@ class FlatStore {
             const Places& places, const std::function<void(const std::string&)>& materialize = {});
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
+  const FlatTensors& flat(int index) const { return flats_[static_cast<std::size_t>(index)]; }
   const std::vector<at::Tensor>& parameters() const {
     return parameters_;
   }  // by entry of the table

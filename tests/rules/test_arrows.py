@@ -20,6 +20,7 @@ _BELOW_ENGINE = {
     "comm",
     "core",
     "plan",
+    "state",
 }
 ARROWS = {
     "base": set(),
@@ -35,6 +36,7 @@ ARROWS = {
     "zero": {"core", "memory", "offload", "comm", "kernels"},
     "checkpointing": {"core", "memory", "offload"},
     "data": {"core", "memory"},
+    "state": {"core", "memory", "comm"},
     "engine": _BELOW_ENGINE,
     "cli": _BELOW_ENGINE | {"engine"},
     "python": _BELOW_ENGINE | {"engine", "cli", "kernels"},

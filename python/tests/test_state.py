@@ -1,0 +1,132 @@
+"""Engine.save and Engine.load from Python: to the bit, and readable by the safetensors library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import poise
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+
+class Net(nn.Module):
+    """Dropout, batch statistics, a tied weight, a frozen parameter."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = norm(8)
+        self.drop = nn.Dropout(0.3)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.norm(self.embed(tokens))) * self.scale
+        return self.head(torch.relu(self.hidden(x)))
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(model(tokens), (tokens + 1) % 11), len(tokens)
+
+
+def train(engine: poise.Engine, begin: int, end: int) -> list[float]:
+    losses = []
+    for update in range(begin, end):
+        generator = torch.Generator().manual_seed(update)
+        window = [torch.randint(11, (n,), generator=generator) for n in (9, 5)]
+        losses.append(engine.step(window, lambda b: loss(engine.model, b)).loss)
+    return losses
+
+
+def made(seed: int, **precision: str) -> poise.Engine:
+    torch.manual_seed(seed)
+    config = {"optimizer": {"lr": 0.05}, "precision": precision}
+    low = "parameters" in precision  # torch's BatchNorm does not run on bf16 parameters
+    return poise.Engine(Net(nn.LayerNorm if low else nn.BatchNorm1d), config)
+
+
+@pytest.mark.parametrize("precision", [{}, {"dtype": "bf16", "parameters": "bf16"}])
+def test_resumed_is_unbroken(tmp_path: Path, precision: dict[str, str]) -> None:
+    unbroken = made(0, **precision)
+    train(unbroken, 0, 3)
+    path = unbroken.save(tmp_path, cursor=5, user={"a": "b"}, own={"c": "d"})
+    want = train(unbroken, 3, 7)
+
+    resumed = made(1, **precision)
+    loaded = resumed.load(tmp_path)
+    assert train(resumed, 3, 7) == want
+    for (name, ours), theirs in zip(
+        resumed.model.state_dict().items(), unbroken.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert (loaded.path, loaded.cursor) == (path, 5)
+    assert (loaded.user, loaded.own) == ({"a": "b"}, {"c": "d"})
+
+
+def test_shard_is_a_safetensors_file(tmp_path: Path) -> None:
+    engine = made(0)
+    train(engine, 0, 2)
+    path = Path(engine.save(tmp_path))
+    with safe_open(path / "rank-00000.safetensors", "pt") as file:
+        masters = file.get_tensor("master@0:hidden.weight")
+        assert torch.equal(masters, engine.model.hidden.weight.detach().flatten())
+        assert torch.equal(file.get_tensor("value@0:scale"), engine.model.scale)
+        assert torch.equal(
+            file.get_tensor("buffer@0:norm.running_mean"), engine.model.norm.running_mean
+        )
+        assert "master@0:head.weight" not in file.keys()  # tied: under its first name
+    manifest = json.loads((path / "manifest.json").read_text())
+    tied = next(p for p in manifest["parameters"] if p["name"] == "embed.weight")
+    assert tied["aliases"] == ["head.weight"]
+    assert manifest["updates"] == 2
+
+
+def test_export_is_the_model(tmp_path: Path) -> None:
+    engine = made(0, dtype="bf16", parameters="bf16")
+    train(engine, 0, 2)
+    engine.save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    poise._C.export_save(poise._C.find_save(str(tmp_path)), str(file))
+    values = load_file(file)
+    assert set(values) == set(engine.model.state_dict())
+    assert torch.equal(values["head.weight"], values["embed.weight"])
+    for name, value in values.items():  # the model's own types: fp32 masters here
+        want = engine.model.scale.float() if name == "scale" else engine.master(name)
+        assert value.dtype == want.dtype and torch.equal(value, want), name
+
+
+def test_refusals_are_errors(tmp_path: Path) -> None:
+    engine = made(0)
+    with pytest.raises(poise.Error, match="no whole save in"):
+        engine.load(tmp_path)
+    path = Path(engine.save(tmp_path))
+    data = bytearray((path / "rank-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "rank-00000.safetensors").write_bytes(data)
+    with pytest.raises(poise.Error, match="rank-00000.safetensors is damaged"):
+        engine.load(tmp_path)
+
+
+def test_extra_files_come_from_python(tmp_path: Path) -> None:
+    engine = made(0)
+
+    def extra(folder: str) -> None:
+        (Path(folder) / "note.txt").write_text("kept")
+
+    path = Path(engine.save(tmp_path, name="checkpoint-3", extra=extra))
+    assert path.name == "checkpoint-3"
+    assert (path / "note.txt").read_text() == "kept"
+
+    def fails(folder: str) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.save(tmp_path, extra=fails)
+    assert poise._C.list_saves(str(tmp_path)) == [str(path)]
+    assert poise._C.find_save(str(tmp_path)) == str(path)

@@ -1,0 +1,154 @@
+// Saves in their directory.
+#include "state/directory.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdio>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "poise/error.h"
+#include "poise/log.h"
+#include "poise/state.h"
+#include "state/files.h"
+
+namespace poise::state {
+namespace {
+
+constexpr char kLatest[] = "latest";
+constexpr char kNewLatest[] = ".latest.new";
+constexpr char kSaving[] = ".saving";
+constexpr char kRemoving[] = ".removing";
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+bool is_left_over(const std::string& name) {
+  return name.front() == '.' &&
+         (ends_with(name, kSaving) || ends_with(name, kRemoving) || name == kNewLatest);
+}
+
+bool is_save(const std::string& folder) { return is_file(in(folder, kManifest)); }
+
+// "update-00000120" -> "update-".
+std::string stem_of(std::string name) {
+  while (!name.empty() && std::isdigit(static_cast<unsigned char>(name.back())) != 0) {
+    name.pop_back();
+  }
+  return name;
+}
+
+// Whole saves with their number of updates, oldest first. Damaged ones are said and left out.
+std::vector<std::pair<std::int64_t, std::string>> saves_in(const std::string& directory) {
+  std::vector<std::pair<std::int64_t, std::string>> saves;
+  if (!is_folder(in(directory, "."))) return saves;
+  for (const auto& name : names_in(directory)) {
+    const auto folder = in(directory, name);
+    if (name.front() == '.' || name == kLatest || !is_save(folder)) continue;
+    try {
+      saves.emplace_back(read_manifest(folder).progress.updates, name);
+    } catch (const Error& error) {
+      log::warning("a save is left out: ", error.what());
+    }
+  }
+  std::sort(saves.begin(), saves.end());
+  return saves;
+}
+
+}  // namespace
+
+std::string default_name(std::int64_t updates) {
+  char name[32];
+  std::snprintf(name, sizeof name, "update-%08lld", static_cast<long long>(updates));
+  return name;
+}
+
+std::string shard_name(int rank) {
+  char name[32];
+  std::snprintf(name, sizeof name, "rank-%05d.safetensors", rank);
+  return name;
+}
+
+std::string temporary_name(const std::string& name, const std::string& word) {
+  return join('.', name, '.', word, kSaving);
+}
+
+void check_name(const std::string& name) {
+  const bool fits = !name.empty() && name.front() != '.' && name != kLatest &&
+                    name.find('/') == std::string::npos && name.size() <= 200;
+  if (!fits) {
+    fail("state", "a save cannot have the name '", name,
+         "'; it is a folder's name without /, does not begin with a dot, and is not ", kLatest);
+  }
+}
+
+void clear_left_overs(const std::string& directory) {
+  for (const auto& name : names_in(directory)) {
+    if (is_left_over(name)) remove_tree(in(directory, name));
+  }
+}
+
+void commit_folder(const std::string& directory, const std::string& temporary,
+                   const std::string& name, Manifest manifest) {
+  std::set<std::string> known;
+  for (const auto& file : manifest.files) known.insert(file.name);
+  std::set<std::string> folders{temporary};
+  for (const auto& path : files_below(temporary)) {
+    for (auto slash = path.find('/'); slash != std::string::npos;
+         slash = path.find('/', slash + 1)) {
+      folders.insert(in(temporary, path.substr(0, slash)));
+    }
+    if (known.count(path) > 0) continue;
+    const auto whole = in(temporary, path);
+    sync(whole);
+    const InputFile file(whole);
+    manifest.files.push_back({path, file.size(), file.digest(), std::nullopt});
+  }
+  write_new_file(in(temporary, kManifest), to_text(manifest));
+  for (const auto& folder : folders) sync(folder);
+  put_in_place(temporary, in(directory, name));
+  sync(directory);
+  link_to(name, in(directory, kNewLatest));
+  rename_over(in(directory, kNewLatest), in(directory, kLatest));
+  sync(directory);
+  if (is_folder(temporary)) remove_tree(temporary);  // the save of that name before this one
+}
+
+void rotate(const std::string& directory, const std::string& newest, std::int64_t limit) {
+  if (limit <= 0) return;
+  std::vector<std::string> alike;
+  for (const auto& [updates, name] : saves_in(directory)) {
+    if (name != newest && stem_of(name) == stem_of(newest)) alike.push_back(name);
+  }
+  const auto kept = static_cast<std::size_t>(limit - 1);
+  for (std::size_t i = 0; i + kept < alike.size(); ++i) {
+    try {
+      // Renamed first: what is half removed is no save.
+      const auto going = in(directory, join('.', alike[i], kRemoving));
+      rename_over(in(directory, alike[i]), going);
+      remove_tree(going);
+    } catch (const Error& error) {
+      log::warning("an old save stays: ", error.what());
+    }
+  }
+}
+
+std::string find(const std::string& path) {
+  if (is_save(path)) return path;
+  const auto latest = link_target(in(path, kLatest));
+  const bool is_name = !latest.empty() && latest.find('/') == std::string::npos;
+  if (is_name && is_save(in(path, latest))) return in(path, latest);
+  // Killed between the save and its link.
+  const auto saves = saves_in(path);
+  return saves.empty() ? std::string() : in(path, saves.back().second);
+}
+
+std::vector<std::string> list(const std::string& directory) {
+  std::vector<std::string> paths;
+  for (const auto& save : saves_in(directory)) paths.push_back(in(directory, save.second));
+  return paths;
+}
+
+}  // namespace poise::state

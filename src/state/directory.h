@@ -1,0 +1,28 @@
+// The directory of saves: names, the step that makes a folder a save, which one is the latest, and
+// which ones go.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "state/manifest.h"
+
+namespace poise::state {
+
+std::string default_name(std::int64_t updates);
+void check_name(const std::string& name);  // throws Error where it cannot be that of a save
+std::string shard_name(int rank);
+std::string temporary_name(const std::string& name, const std::string& word);
+
+// What saves left that were killed; only under the Lock.
+void clear_left_overs(const std::string& directory);
+
+// Everything in `temporary` reaches the disk, then it becomes the save `name` and the latest one.
+// `manifest` knows the shards' files; the others are found here.
+void commit_folder(const std::string& directory, const std::string& temporary,
+                   const std::string& name, Manifest manifest);
+
+// Removes the oldest saves whose names begin as that of `newest` until `limit` are left; 0: none.
+void rotate(const std::string& directory, const std::string& newest, std::int64_t limit);
+
+}  // namespace poise::state

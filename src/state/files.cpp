@@ -1,0 +1,154 @@
+// Writing, reading and moving files.
+#include "state/files.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "poise/error.h"
+#include "state/digest.h"
+
+namespace poise::state {
+namespace {
+
+constexpr std::size_t kReadTile = std::size_t{4} << 20;
+
+[[noreturn]] void refuse(const char* what, const std::string& path) {
+  const int reason = errno;
+  const char* advice = reason == ENOSPC || reason == EDQUOT
+                           ? "; free some space. Earlier saves are untouched"
+                           : "; look at the path and its file system";
+  fail("state", "cannot ", what, ' ', path, ": ", std::strerror(reason), advice);
+}
+
+int checked(int result, const char* what, const std::string& path) {
+  if (result < 0) refuse(what, path);
+  return result;
+}
+
+int open_new(const std::string& path, int more) {
+  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | more, 0666);
+}
+
+// Some file systems take the flag and refuse the write, some have no fsync for folders.
+bool is_refusal(int reason) { return reason == EINVAL || reason == EOPNOTSUPP; }
+
+}  // namespace
+
+Descriptor::~Descriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
+Descriptor::Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+OutputFile::OutputFile(std::string path)
+    : path_(std::move(path)), file_(open_new(path_, O_DIRECT)) {
+  if (file_.get() >= 0) return;
+  if (!is_refusal(errno)) refuse("make", path_);
+  direct_ = false;
+  ::unlink(path_.c_str());  // Linux may have made it before it refused the flag
+  file_ = Descriptor(checked(open_new(path_, 0), "make", path_));
+}
+
+void OutputFile::write(char* data, std::size_t size) {
+  const auto whole = (size + kBlock - 1) / kBlock * kBlock;
+  std::memset(data + size, 0, whole - size);
+  for (std::size_t at = 0; at < size;) {
+    const auto length = direct_ ? whole - at : size - at;
+    const auto done = ::pwrite(file_.get(), data + at, length, static_cast<off_t>(size_ + at));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0 && direct_ && is_refusal(errno)) {
+      direct_ = false;
+      checked(::fcntl(file_.get(), F_SETFL, 0), "write", path_);
+      continue;
+    }
+    if (done == 0) errno = ENOSPC;
+    if (done <= 0) refuse("write", path_);
+    at += static_cast<std::size_t>(done);
+    // A short write past the cache may end off a block: the rest goes the ordinary way.
+    if (direct_ && at < size && at % kBlock != 0) {
+      direct_ = false;
+      checked(::fcntl(file_.get(), F_SETFL, 0), "write", path_);
+    }
+  }
+  size_ += size;
+}
+
+void OutputFile::finish() {
+  checked(::ftruncate(file_.get(), static_cast<off_t>(size_)), "write", path_);
+  checked(::fsync(file_.get()), "write", path_);
+  file_ = Descriptor();
+}
+
+InputFile::InputFile(std::string path)
+    : path_(std::move(path)),
+      file_(checked(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW), "open", path_)) {
+  struct stat found {};
+  checked(::fstat(file_.get(), &found), "open", path_);
+  if (!S_ISREG(found.st_mode)) fail("state", path_, " is no file; look at how it came there");
+  size_ = static_cast<std::uint64_t>(found.st_size);
+}
+
+void InputFile::read(void* target, std::size_t size, std::uint64_t offset) const {
+  auto* to = static_cast<char*>(target);
+  while (size > 0) {
+    const auto done = ::pread(file_.get(), to, size, static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) refuse("read", path_);
+    if (done == 0) {
+      fail("state", path_, " ends at byte ", offset, "; it was cut off: load another save");
+    }
+    to += done;
+    offset += static_cast<std::uint64_t>(done);
+    size -= static_cast<std::size_t>(done);
+  }
+}
+
+std::uint64_t InputFile::digest() const {
+  ::posix_fadvise(file_.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
+  const auto tile = std::make_unique<char[]>(kReadTile);
+  Digest digest;
+  for (std::uint64_t at = 0; at < size_;) {
+    const auto length = static_cast<std::size_t>(std::min<std::uint64_t>(kReadTile, size_ - at));
+    read(tile.get(), length, at);
+    digest.update(tile.get(), length);
+    at += length;
+  }
+  return digest.value();
+}
+
+void write_new_file(const std::string& path, const std::string& bytes) {
+  const Descriptor file(checked(open_new(path, 0), "make", path));
+  for (std::size_t at = 0; at < bytes.size();) {
+    const auto done = ::write(file.get(), bytes.data() + at, bytes.size() - at);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) refuse("write", path);
+    at += static_cast<std::size_t>(done);
+  }
+  checked(::fsync(file.get()), "write", path);
+}
+
+std::string read_file(const std::string& path, std::uint64_t limit) {
+  const InputFile file(path);
+  if (file.size() > limit) {
+    fail("state", path, " has ", file.size(), " bytes, more than the ", limit,
+         " that such a file can have; load another save");
+  }
+  std::string bytes(static_cast<std::size_t>(file.size()), '\0');
+  file.read(bytes.data(), bytes.size(), 0);
+  return bytes;
+}
+
+}  // namespace poise::state

@@ -1,0 +1,85 @@
+// Files and folders by POSIX calls: every result is read, and every failure is an Error that names
+// the path. (Not std::filesystem: libtorch exports one of another libstdc++.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace poise::state {
+
+// Memory, offsets and lengths of writes past the page cache are multiples of this.
+inline constexpr std::size_t kBlock = 4096;
+
+// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  ~Descriptor();
+  Descriptor(Descriptor&& other) noexcept;
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// A new file, written from front to back; past the page cache where the file system can.
+class OutputFile {
+ public:
+  explicit OutputFile(std::string path);
+  // `data` lies at a multiple of kBlock, in memory up to the next multiple of kBlock; only the last
+  // write may have another `size` than a multiple of it.
+  void write(char* data, std::size_t size);
+  void finish();  // its true length, on the disk
+
+ private:
+  std::string path_;
+  Descriptor file_;
+  bool direct_ = true;
+  std::uint64_t size_ = 0;
+};
+
+class InputFile {
+ public:
+  explicit InputFile(std::string path);  // links are not followed
+  const std::string& path() const { return path_; }
+  std::uint64_t size() const { return size_; }
+  void read(void* target, std::size_t size, std::uint64_t offset) const;
+  std::uint64_t digest() const;  // of all of it
+
+ private:
+  std::string path_;
+  Descriptor file_;
+  std::uint64_t size_ = 0;
+};
+
+void write_new_file(const std::string& path, const std::string& bytes);  // on the disk
+std::string read_file(const std::string& path, std::uint64_t limit);
+
+std::string in(const std::string& folder, const std::string& name);
+bool is_file(const std::string& path);
+bool is_folder(const std::string& path);  // itself, not a link to one
+void make_folders(const std::string& path);
+void make_folder(const std::string& path);
+std::vector<std::string> names_in(const std::string& folder);     // sorted, without . and ..
+std::vector<std::string> files_below(const std::string& folder);  // paths from it, sorted
+void sync(const std::string& path);                               // a file or a folder
+void remove_tree(const std::string& path);
+void rename_over(const std::string& from, const std::string& to);
+// `folder` takes the place of `other` and the other way round, in one step where `other` is there.
+void put_in_place(const std::string& folder, const std::string& other);
+void link_to(const std::string& target, const std::string& link);
+std::string link_target(const std::string& link);  // empty: it is no link
+
+// Held by one process at a time; a dead one lets go of it.
+class Lock {
+ public:
+  explicit Lock(const std::string& folder);  // throws Error where another process has it
+
+ private:
+  Descriptor file_;
+};
+
+}  // namespace poise::state

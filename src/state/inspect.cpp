@@ -1,0 +1,117 @@
+// A save as people see it: what it holds, and what tells two of them apart.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/TensorOperators.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "poise/error.h"
+#include "poise/memory.h"
+#include "poise/state.h"
+#include "state/saved.h"
+
+namespace poise::state {
+namespace {
+
+std::int64_t bytes_of(const Manifest& manifest) {
+  std::int64_t bytes = 0;
+  for (const auto& file : manifest.files) bytes += static_cast<std::int64_t>(file.bytes);
+  return bytes;
+}
+
+template <class T>
+void compare(std::vector<std::string>& lines, const std::string& what, const T& a, const T& b) {
+  if (a != b) lines.push_back(join(what, ": ", a, " and ", b));
+}
+
+// In the first one's memory order.
+at::Tensor values_of(const Saved& saved, const std::string& kind, const SavedParameter& parameter,
+                     const std::vector<std::int64_t>& order) {
+  auto values = at::empty({parameter.numel()}, at::kFloat);
+  saved.read(kind, parameter, 0, order, values);
+  return values;
+}
+
+void compare_parameter(std::vector<std::string>& lines, const Saved& a, const Saved& b,
+                       const SavedParameter& p, const SavedParameter& q) {
+  if (p.shape != q.shape || p.trainable != q.trainable) {
+    lines.push_back(join("parameter ", p.name, ": another shape, or frozen in one"));
+    return;
+  }
+  std::vector<std::string> kinds{p.trainable ? kMaster : kValue};
+  const auto moments = std::min(a.manifest().moments, b.manifest().moments);
+  for (std::int64_t i = 0; p.trainable && i < moments; ++i) kinds.push_back(moment(i));
+  for (const auto& kind : kinds) {
+    const auto x = values_of(a, kind, p, p.order), y = values_of(b, kind, q, p.order);
+    if (at::equal(x, y)) continue;
+    lines.push_back(join(kind, " of ", p.name, ": up to ", (x - y).abs().max().item<double>(),
+                         " apart, largest value ", x.abs().max().item<double>()));
+  }
+}
+
+}  // namespace
+
+void verify(const std::string& save) { Saved(save).verify(); }
+
+std::vector<std::string> describe(const std::string& save) {
+  const Saved saved(save);
+  const auto& m = saved.manifest();
+  std::int64_t numel = 0, trained = 0;
+  for (const auto& parameter : m.parameters) {
+    numel += parameter.numel();
+    if (parameter.trainable) trained += parameter.numel();
+  }
+  std::vector<std::string> lines{
+      save,
+      join("  after ", m.progress.updates, " updates, ", m.progress.skipped,
+           " skipped; written by poise ", m.written_by),
+      join("  ", m.ranks, m.ranks == 1 ? " rank" : " ranks", ", stage ", m.stage, "; ",
+           m.files.size(), " files, ", memory::format_bytes(bytes_of(m))),
+      join("  ", m.parameters.size(), " parameters, ", numel, " elements, ", trained, " trained; ",
+           m.buffers.size(), " buffers"),
+      join("  ", m.optimizer, ", ", m.moments, " moments; next learning rate ", m.learning_rate,
+           ", loss scale ", m.progress.loss_scale),
+  };
+  if (m.cursor) lines.push_back(join("  data goes on at sample ", *m.cursor));
+  for (const auto& [key, value] : m.user) {
+    constexpr std::size_t kMost = 60;
+    const bool is_long = value.size() > kMost;
+    lines.push_back(join("  ", key, ": ", value.substr(0, kMost), is_long ? "..." : ""));
+  }
+  return lines;
+}
+
+std::vector<std::string> differences(const std::string& save, const std::string& other) {
+  const Saved a(save), b(other);
+  const auto &m = a.manifest(), &n = b.manifest();
+  std::vector<std::string> lines;
+  compare(lines, "updates", m.progress.updates, n.progress.updates);
+  compare(lines, "skipped", m.progress.skipped, n.progress.skipped);
+  compare(lines, "optimizer", m.optimizer, n.optimizer);
+  compare(lines, "loss scale", m.progress.loss_scale, n.progress.loss_scale);
+  compare(lines, "cursor", m.cursor.value_or(-1), n.cursor.value_or(-1));
+  for (const auto& parameter : m.parameters) {
+    const auto* match = b.parameter(parameter.name);
+    if (match) {
+      compare_parameter(lines, a, b, parameter, *match);
+    } else {
+      lines.push_back(join("parameter ", parameter.name, ": only in ", save));
+    }
+  }
+  for (const auto& parameter : n.parameters) {
+    if (!a.parameter(parameter.name)) {
+      lines.push_back(join("parameter ", parameter.name, ": only in ", other));
+    }
+  }
+  for (const auto& buffer : m.buffers) {
+    const auto x = a.whole(kBuffer, buffer.name, 0), y = b.whole(kBuffer, buffer.name, 0);
+    if (!y.defined() || x.sizes() != y.sizes() || x.scalar_type() != y.scalar_type() ||
+        !at::equal(x, y)) {
+      lines.push_back(join("buffer ", buffer.name, " differs"));
+    }
+  }
+  return lines;
+}
+
+}  // namespace poise::state

@@ -1,0 +1,73 @@
+// manifest.json: what a save holds, and the checksum of everything in it, its own included.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace poise::state {
+
+inline constexpr char kManifest[] = "manifest.json";
+inline constexpr std::int64_t kVersion = 1;  // of the format; a reader refuses newer ones
+
+// A parameter's spans count elements in the order in which it lies in memory.
+struct SavedParameter {
+  std::string name;
+  std::vector<std::string> aliases;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> order;  // of its dimensions in memory, slowest first
+  std::string dtype;                // the model's own, before poise cast it
+  bool trainable = true;  // has a master and moments; else its values are kept as they are
+  std::int64_t numel() const;
+};
+
+struct SavedBuffer {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  std::string dtype;
+};
+
+// Where the training is.
+struct Progress {
+  std::int64_t updates = 0;
+  std::int64_t skipped = 0;
+  double loss_scale = 1;
+  std::int64_t clean_updates = 0;  // since the loss scale changed
+  std::int64_t overflows_in_row = 0;
+  std::optional<std::int64_t> loss_weight_exponent;  // fp16: q of the run's first micro-batch
+};
+
+struct SavedFile {
+  std::string name;  // its path inside the save
+  std::uint64_t bytes = 0;
+  std::uint64_t digest = 0;
+  std::optional<std::int64_t> rank;  // whose shard it is
+};
+
+struct Manifest {
+  std::int64_t version = kVersion;
+  std::string written_by;  // version of poise
+  std::string config;      // its JSON
+  std::uint64_t table_hash = 0;
+  std::int64_t ranks = 1;
+  std::int64_t stage = 0;
+  std::string optimizer;
+  std::int64_t moments = 0;
+  double learning_rate = 0;  // of the next update: to read, not to load
+  Progress progress;
+  std::optional<std::int64_t> cursor;
+  std::map<std::string, std::string> user;
+  std::vector<SavedParameter> parameters;
+  std::vector<SavedBuffer> buffers;
+  std::vector<SavedFile> files;
+};
+
+std::string to_text(const Manifest& manifest);
+// Throws Error naming `path`: another checksum than its own, a newer version, something that is not
+// what a manifest says there.
+Manifest manifest_from(const std::string& text, const std::string& path);
+Manifest read_manifest(const std::string& folder);
+
+}  // namespace poise::state

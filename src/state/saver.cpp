@@ -1,0 +1,252 @@
+// One save: begin, shards, commit.
+//
+// [Note: notes of a save] "begin" (rank 0): the temporary folder; "done/<rank>": its shard's size
+// and digest, or why there is none; "outcome" (rank 0). Each begins with the number of the save. A
+// note is replaced only after all have read it: outcome n + 1 follows done n + 1, which follows
+// outcome n.
+#include "state/saver.h"
+
+#include <cstdlib>
+#include <exception>
+#include <random>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "poise/error.h"
+#include "poise/interrupt.h"
+#include "poise/log.h"
+#include "poise/version.h"
+#include "state/digest.h"
+#include "state/directory.h"
+#include "state/files.h"
+#include "state/shard_writer.h"
+
+namespace poise::state {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kToAppear{10};  // a folder on a network file system
+constexpr char kFailed = '!';                  // begins the text of a note that is an error
+
+std::string random_word() {
+  std::random_device device;
+  return hex(std::uint64_t{device()} << 32 | device());
+}
+
+std::uint64_t digest_of_values(const std::vector<Piece>& pieces) {
+  Digest digest;
+  for (const auto& piece : pieces) {
+    const auto host = piece.values.cpu();
+    digest.update(host.const_data_ptr(), host.nbytes());
+  }
+  return digest.value();
+}
+
+std::string message_of(const std::exception_ptr& reason) {
+  try {
+    std::rethrow_exception(reason);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "it was interrupted";
+  }
+}
+
+}  // namespace
+
+struct Saver::Job {
+  std::int64_t number = 0;
+  std::string directory, name;
+  std::string temporary;  // folder that becomes the save
+  std::uint64_t buffers_digest = 0;
+  std::int64_t total_limit = 0;
+  std::vector<std::string> earlier;
+  Manifest manifest;
+  std::optional<Lock> lock;
+  std::unique_ptr<ShardWriter> shard;
+  std::optional<std::string> error;  // this rank's, before the end
+  std::optional<std::string> outcome;
+  std::string final() const { return in(directory, name); }
+};
+
+Saver::Saver(std::shared_ptr<comm::Group> group, const memory::Ledger& ledger,
+             SaverSettings settings)
+    : group_(std::move(group)), settings_(settings), staging_(ledger, settings.staging_bytes) {}
+
+Saver::~Saver() {
+  try {
+    finish();
+  } catch (const std::exception& error) {
+    log::warning("the last save failed: ", error.what());
+  } catch (...) {
+    log::warning("the wait for the last save was interrupted");
+  }
+}
+
+void Saver::say(const Job& job, const std::string& key, const std::string& text) const {
+  if (group_->size() > 1) group_->leave_note("save/" + key, join(job.number, ' ', text));
+}
+
+std::string Saver::hear(const Job& job, const std::string& key) const {
+  const auto deadline = Clock::now() + settings_.timeout;
+  const auto wanted = join(job.number, ' ');
+  for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, kInterruptPeriod)) {
+    const auto note = group_->note("save/" + key);
+    if (note && note->rfind(wanted, 0) == 0) return note->substr(wanted.size());
+    group_->check();
+    if (Clock::now() > deadline) {
+      fail("state", "rank ", group_->rank(), " waited ", settings_.timeout.count() / 1000.0,
+           " s for '", key, "' of the save ", job.name, "; look at the output of the other ranks");
+    }
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+std::string Saver::save(const std::string& directory, const Contents& contents,
+                        const SaveOptions& options, Mode mode) {
+  finish();
+  auto job = std::make_shared<Job>();
+  job->number = ++saves_;
+  job->directory = directory;
+  job->name =
+      options.name.empty() ? default_name(contents.manifest.progress.updates) : options.name;
+  check_name(job->name);
+  job->total_limit = options.total_limit;
+  job->manifest = contents.manifest;
+  job->manifest.written_by = POISE_VERSION;
+  job->manifest.ranks = group_->size();
+  job->manifest.cursor = options.cursor;
+  job->manifest.user = options.user;
+  job->buffers_digest = digest_of_values(contents.buffers);
+  begin(*job);
+  std::exception_ptr reason;
+  try {
+    write(*job, contents, options);
+  } catch (...) {
+    reason = std::current_exception();
+    job->error = message_of(reason);
+  }
+  job_ = job;
+  done_ = stream_.submit([this, job] { end(*job); });
+  if (reason) {  // the others have heard; this rank's own exception keeps its type
+    done_.synchronize();
+    job_.reset();
+    std::rethrow_exception(reason);
+  }
+  if (mode == Mode::wait) {
+    finish();
+    staging_.free_unused();
+  }
+  return job->final();
+}
+
+void Saver::begin(Job& job) {
+  if (group_->rank() == 0) {
+    try {
+      make_folders(job.directory);
+      job.lock.emplace(job.directory);
+      clear_left_overs(job.directory);
+      job.temporary = in(job.directory, temporary_name(job.name, random_word()));
+      make_folder(job.temporary);
+    } catch (const std::exception& error) {
+      say(job, "begin", kFailed + std::string(error.what()));
+      throw;
+    }
+    say(job, "begin", join(hex(job.buffers_digest), ' ', job.temporary));
+    return;
+  }
+  const auto text = hear(job, "begin");
+  if (text.front() == kFailed) throw Error(text.substr(1));
+  const auto space = text.find(' ');
+  if (text.substr(0, space) == hex(job.buffers_digest)) job.buffers_digest = 0;  // as rank 0's
+  job.temporary = text.substr(space + 1);
+}
+
+void Saver::write(Job& job, const Contents& contents, const SaveOptions& options) {
+  const auto deadline = Clock::now() + kToAppear;
+  while (!is_folder(job.temporary)) {
+    if (Clock::now() > deadline) {
+      fail("state", "rank ", group_->rank(), " does not see ", job.temporary,
+           ", which rank 0 has made; saves need a directory that all ranks share");
+    }
+    check_interrupt();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  auto pieces = contents.pieces;
+  const bool own_buffers = group_->rank() == 0 || job.buffers_digest != 0;
+  if (own_buffers) {
+    pieces.insert(pieces.end(), contents.buffers.begin(), contents.buffers.end());
+  }
+  job.shard = std::make_unique<ShardWriter>(in(job.temporary, shard_name(group_->rank())), staging_,
+                                            stream_);
+  job.shard->write(pieces, options.own);
+  if (group_->rank() == 0 && options.extra) options.extra(job.temporary);
+}
+
+void Saver::end(Job& job) const {
+  std::string mine;
+  try {
+    if (job.error) throw Error(*job.error);
+    const auto shard = job.shard->finish();
+    mine = join(shard.bytes, ' ', shard.digest);
+  } catch (const std::exception& error) {
+    mine = kFailed + std::string(error.what());
+  }
+  try {
+    std::string outcome;
+    if (group_->rank() > 0) {
+      say(job, join("done/", group_->rank()), mine);
+      outcome = hear(job, "outcome");
+    } else {
+      std::vector<std::string> shards{mine};
+      for (int rank = 1; rank < group_->size(); ++rank) {
+        shards.push_back(hear(job, join("done/", rank)));
+      }
+      for (std::size_t rank = 0; rank < shards.size() && outcome.empty(); ++rank) {
+        if (shards[rank].front() == kFailed) outcome = shards[rank];
+      }
+      try {
+        if (outcome.empty()) commit(job, shards);
+      } catch (const std::exception& error) {
+        outcome = kFailed + std::string(error.what());
+      }
+      if (outcome.empty()) outcome = "whole";
+      say(job, "outcome", outcome);
+      if (outcome.front() == kFailed) remove_tree(job.temporary);
+    }
+    if (outcome.front() == kFailed) job.outcome = outcome.substr(1);
+  } catch (const std::exception& error) {
+    job.outcome = error.what();
+  }
+  job.lock.reset();
+  job.shard.reset();
+}
+
+void Saver::commit(const Job& job, const std::vector<std::string>& shards) const {
+  auto manifest = job.manifest;
+  for (std::size_t rank = 0; rank < shards.size(); ++rank) {
+    SavedFile file;
+    file.name = shard_name(static_cast<int>(rank));
+    file.rank = static_cast<std::int64_t>(rank);
+    std::istringstream(shards[rank]) >> file.bytes >> file.digest;
+    manifest.files.push_back(file);
+  }
+  commit_folder(job.directory, job.temporary, job.name, std::move(manifest));
+  rotate(job.directory, job.name, job.total_limit);
+}
+
+void Saver::finish() {
+  if (!job_) return;
+  done_.synchronize();
+  check();
+}
+
+void Saver::check() {
+  if (!job_ || !done_.done()) return;
+  const auto job = std::exchange(job_, nullptr);
+  if (job->outcome) throw Error(*job->outcome);
+}
+
+}  // namespace poise::state

@@ -1,0 +1,59 @@
+// Makes saves: every rank writes its shard, and when all are on the disk rank 0 makes them a save
+// in one step. Ranks talk by notes, never by collectives: the background of a save and the training
+// have no order between them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "poise/comm.h"
+#include "poise/memory.h"
+#include "poise/state.h"
+#include "poise/stream.h"
+#include "state/contents.h"
+#include "state/staging.h"
+
+namespace poise::state {
+
+struct SaverSettings {
+  std::chrono::milliseconds timeout{1800 * 1000};  // for the other ranks
+  std::int64_t staging_bytes = 0;                  // that an asynchronous save may hold
+};
+
+class Saver {
+ public:
+  // `ledger` outlives it.
+  Saver(std::shared_ptr<comm::Group> group, const memory::Ledger& ledger, SaverSettings settings);
+  ~Saver();  // finishes a save in flight; its failure is logged
+  Saver(const Saver&) = delete;
+  Saver& operator=(const Saver&) = delete;
+
+  enum class Mode { wait, in_background };
+  // All ranks, with the same options. Returns the path of the save, which is whole when it returns,
+  // in the background after finish(). Throws Error, that of the save before too.
+  std::string save(const std::string& directory, const Contents& contents,
+                   const SaveOptions& options, Mode mode);
+  void finish();  // waits for the save in flight
+  void check();   // throws the failure of one that has ended, once
+
+ private:
+  struct Job;
+  void begin(Job& job);
+  void write(Job& job, const Contents& contents, const SaveOptions& options);
+  void end(Job& job) const;
+  void commit(const Job& job, const std::vector<std::string>& shards) const;
+  void say(const Job& job, const std::string& key, const std::string& text) const;
+  std::string hear(const Job& job, const std::string& key) const;
+
+  const std::shared_ptr<comm::Group> group_;
+  const SaverSettings settings_;
+  Staging staging_;
+  std::int64_t saves_ = 0;  // begun so far, alike on all ranks
+  std::shared_ptr<Job> job_;
+  Event done_;
+  Stream stream_;  // the last member: it ends first
+};
+
+}  // namespace poise::state

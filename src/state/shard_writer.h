@@ -1,0 +1,50 @@
+// Writes one rank's shard: copied here into tiles, digested and written by a stream.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "poise/stream.h"
+#include "state/contents.h"
+#include "state/digest.h"
+#include "state/files.h"
+#include "state/staging.h"
+
+namespace poise::state {
+
+class ShardWriter {
+ public:
+  ShardWriter(std::string path, Staging& staging, Stream& stream);
+  ~ShardWriter();
+
+  // The whole file. When it returns the tensors have been read for the last time.
+  void write(const std::vector<Piece>& pieces, const std::map<std::string, std::string>& metadata);
+
+  // On the stream, after everything: the file is on the disk. Throws Error where it is not.
+  SavedFile finish();
+
+ private:
+  struct File {
+    explicit File(const std::string& path) : output(path) {}
+    OutputFile output;
+    Digest digest;
+    std::uint64_t bytes = 0;
+    std::optional<std::string> error;
+  };
+  void append(const char* bytes, std::size_t size);
+  void append(const at::Tensor& flat);
+  char* room(std::size_t& size);  // in the present tile, up to `size` bytes; now taken
+  void submit();
+
+  Staging& staging_;
+  Stream& stream_;
+  std::shared_ptr<File> file_;  // the stream's
+  std::optional<Staging::Tile> tile_;
+  std::size_t filled_ = 0;
+};
+
+}  // namespace poise::state

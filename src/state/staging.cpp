@@ -1,0 +1,56 @@
+// Tiles.
+#include "state/staging.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "poise/interrupt.h"
+#include "state/files.h"
+
+namespace poise::state {
+
+Staging::Staging(const memory::Ledger& ledger, std::int64_t limit)
+    : ledger_(ledger), limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
+
+Staging::Tile Staging::make() const {
+  memory::AccountScope scope(ledger_, memory::Account::staging);
+  Tile tile;
+  tile.memory = at::empty({static_cast<std::int64_t>(kTile + kBlock)}, at::kByte);
+  const auto address = reinterpret_cast<std::uintptr_t>(tile.memory.mutable_data_ptr());
+  tile.data = reinterpret_cast<char*>((address + kBlock - 1) / kBlock * kBlock);
+  return tile;
+}
+
+Staging::Tile Staging::take() {
+  std::unique_lock lock(mutex_);
+  if (unused_.empty() && made_ < limit_) {
+    try {
+      auto tile = make();
+      ++made_;
+      return tile;
+    } catch (const c10::OutOfMemoryError&) {
+      if (made_ < 2) throw;  // with two the save goes on, slower
+    }
+  }
+  interruptible_wait(returned_, lock, [&] { return !unused_.empty(); });
+  auto tile = std::move(unused_.back());
+  unused_.pop_back();
+  return tile;
+}
+
+void Staging::give_back(Tile tile) {
+  const std::lock_guard lock(mutex_);
+  unused_.push_back(std::move(tile));
+  returned_.notify_one();
+}
+
+void Staging::free_unused() {
+  const std::lock_guard lock(mutex_);
+  made_ -= unused_.size();
+  unused_.clear();
+}
+
+}  // namespace poise::state

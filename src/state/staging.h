@@ -1,0 +1,44 @@
+// Memory that a save passes through: tiles of one size, as many as the limit allows, used again and
+// again. The one who fills them waits while all are on their way to the disk.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "poise/memory.h"
+
+namespace poise::state {
+
+inline constexpr std::size_t kTile = std::size_t{4} << 20;
+
+class Staging {
+ public:
+  // `limit` bytes, at least two tiles; counted as `staging`.
+  Staging(const memory::Ledger& ledger, std::int64_t limit);
+
+  struct Tile {
+    at::Tensor memory;
+    char* data = nullptr;  // kTile bytes, aligned for writes past the page cache
+  };
+  Tile take();
+  void give_back(Tile tile);  // from any thread
+  void free_unused();
+
+ private:
+  Tile make() const;
+
+  const memory::Ledger& ledger_;
+  const std::size_t limit_;
+  std::mutex mutex_;
+  std::condition_variable returned_;
+  std::vector<Tile> unused_;
+  std::size_t made_ = 0;
+};
+
+}  // namespace poise::state

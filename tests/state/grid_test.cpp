@@ -1,0 +1,137 @@
+// Saved on W ranks at stage s, loaded on W' ranks at s': every element the same, and the same
+// further updates wherever the order of sums is the same.
+#include <gtest/gtest.h>
+
+#include "state/training.h"
+
+namespace poise {
+namespace {
+
+using test::Part;
+using testing::TempFolder;
+
+struct Way {
+  int ranks;
+  int stage;
+  config::Reduce reduce = config::Reduce::automatic;
+  std::int64_t small_below = 0;
+  bool low = false;  // bf16 parameters with masters
+  config::Offload states = config::Offload::none;
+};
+
+std::string text_of(const Way& w) {
+  return join("w", w.ranks, "s", w.stage, w.reduce == config::Reduce::last ? "last" : "",
+              w.small_below > 0 ? "small" : "", w.low ? "bf16" : "",
+              w.states == config::Offload::none   ? ""
+              : w.states == config::Offload::file ? "file"
+                                                  : "host");
+}
+
+Config config_of(const Way& way) {
+  auto config = test::adamw_config(way.stage);
+  config.zero.reduce = way.reduce;
+  config.zero.persistence_threshold = way.small_below;
+  config.offload.optimizer = way.states;
+  if (way.states == config::Offload::file) config.offload.directory = ::testing::TempDir();
+  if (way.low) config.precision.dtype = config.precision.parameters = config::DType::bf16;
+  return config;
+}
+
+// One order of sums: the same ranks, gradients joined at the same points, the same precision.
+bool same_bits(const Way& a, const Way& b) {
+  const auto every = [](const Way& w) {
+    return w.ranks > 1 && config::reduces_every_micro_batch(config_of(w).zero);
+  };
+  return a.ranks == b.ranks && every(a) == every(b) && a.low == b.low;
+}
+
+const std::vector<Way> kWays{{1, 0},
+                             {2, 0},
+                             {2, 1},
+                             {2, 2},
+                             {2, 3},
+                             {3, 1},
+                             {3, 3, config::Reduce::last},
+                             {4, 0},
+                             {4, 2},
+                             {4, 3, config::Reduce::automatic, 10},
+                             {2, 3, config::Reduce::automatic, 0, true},
+                             {3, 2, config::Reduce::automatic, 0, true},
+                             {1, 0, config::Reduce::automatic, 0, true, config::Offload::host},
+                             {2, 3, config::Reduce::automatic, 0, true, config::Offload::file},
+                             {2, 1, config::Reduce::automatic, 0, false, config::Offload::file}};
+constexpr int kSaved = 3, kEnd = 6;
+
+class Grid : public ::testing::TestWithParam<std::size_t> {};
+
+TEST_P(Grid, LoadsAnywhere) {
+  const auto& from = kWays[GetParam()];
+  const TempFolder folder;
+  const auto save = folder / "first";
+  test::run({.ranks = from.ranks, .config = config_of(from), .save = save, .end = kSaved});
+  const state::Saved saved(state::find(save));
+  saved.verify();
+  const auto unbroken = test::run({.ranks = from.ranks, .config = config_of(from), .end = kEnd});
+
+  for (const auto& to : kWays) {
+    SCOPED_TRACE(text_of(from) + " to " + text_of(to));
+    const auto again = folder / text_of(to);
+    test::run({.ranks = to.ranks,
+               .config = config_of(to),
+               .load = save,
+               .save = again,
+               .begin = kSaved,
+               .end = kSaved});
+    EXPECT_EQ(test::first_difference(saved, state::Saved(state::find(again)),
+                                     to.low ? at::kBFloat16 : at::kFloat),
+              "");
+
+    const auto rest = test::run(
+        {.ranks = to.ranks, .config = config_of(to), .load = save, .begin = kSaved, .end = kEnd});
+    for (const auto& rank : rest) {
+      EXPECT_EQ(test::first_difference(rank.masters, rest[0].masters), "");
+    }
+    const auto& want = unbroken[0].results;
+    ASSERT_EQ(rest[0].results.size(), static_cast<std::size_t>(kEnd - kSaved));
+    if (same_bits(from, to)) {
+      EXPECT_EQ(test::first_difference(rest[0].results, {want.begin() + kSaved, want.end()}), "");
+      EXPECT_EQ(test::first_difference(rest[0].parameters, unbroken[0].parameters), "");
+      EXPECT_EQ(test::first_difference(rest[0].masters, unbroken[0].masters), "");
+    } else {  // to rounding: of bf16 forwards, or of another order of sums alone
+      const double tolerance = from.low || to.low ? 2e-2 : 1e-6;
+      for (std::size_t i = 0; i < rest[0].results.size(); ++i) {
+        const double loss = want[i + kSaved].loss;
+        EXPECT_NEAR(rest[0].results[i].loss, loss, tolerance * loss);
+        EXPECT_EQ(rest[0].results[i].lr, want[i + kSaved].lr);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, Grid, ::testing::Range(std::size_t{0}, kWays.size()),
+                         [](const auto& info) { return text_of(kWays[info.param]); });
+
+// Saved with a parameter stored the other way round in memory, and under its tied name.
+TEST(Layouts, MayDiffer) {
+  const TempFolder folder;
+  const auto config = test::adamw_config();
+  const auto weight = test::normal({4, 6}, 1);
+  const auto step = [](Engine& engine, const at::Tensor& w) {
+    engine.step(1, [&](std::size_t) { return Loss::sum((w * w * w).sum(), 1); });
+  };
+  auto by_rows = weight.clone().requires_grad_();
+  Engine first({{{"w", by_rows}, {"tied", by_rows}}, {}, {}}, config);
+  step(first, by_rows);
+  first.save(folder.path());
+  step(first, by_rows);
+
+  auto by_columns = at::empty({6, 4}, at::kFloat).t().zero_().requires_grad_();
+  ASSERT_FALSE(by_columns.is_contiguous());
+  Engine second({{{"tied", by_columns}}, {}, {}}, config);
+  second.load(folder.path());
+  step(second, by_columns);
+  EXPECT_TRUE(at::equal(by_rows, by_columns));  // moments too have found their places
+}
+
+}  // namespace
+}  // namespace poise
