@@ -84,7 +84,7 @@ if [ -n "$packages$torch$requirements" ]; then
       echo "    TORCH_INDEX=<index of CPU wheels> makes that 0.2 GB)"
     fi
   fi
-  [ -z "$requirements" ] || echo "  Python packages into $(dirname "$(dirname "$python")"): $requirements (up to 60 MB, about 1 minute)"
+  [ -z "$requirements" ] || echo "  Python packages into $(dirname "$(dirname "$python")"): $requirements (up to 90 MB, about 1 minute)"
   [ -z "$packages" ] || [ "$(id -u)" = 0 ] || echo "  as root: apt-get install -y --no-install-recommends $packages"
   [ "$(id -u)" = 0 ] || confirm "Install these now?"
 fi

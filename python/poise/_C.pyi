@@ -54,6 +54,7 @@ __all__: list[str] = [
     "recomputing",
     "reset_cuda_peak",
     "save_differences",
+    "schedule_multiplier",
     "set_log_level",
     "stream_pass",
     "verify_save",
@@ -620,6 +621,11 @@ def reset_cuda_peak(device: typing.SupportsInt = 0) -> None:
 def save_differences(save: str, other: str) -> list[str]:
     """
     A line for each thing in which two saves differ.
+    """
+
+def schedule_multiplier(config: Config, applied: typing.SupportsInt) -> float:
+    """
+    Part of the peak learning rate for the update that follows so many applied ones.
     """
 
 def set_log_level(level: str) -> None:

@@ -205,6 +205,10 @@ class WindowIterator:
         self.close()
         self._epoch, self._offset = epoch, offset
 
+    def skip_epoch(self) -> None:
+        """Continues with the next epoch's first window."""
+        self._move(self._epoch + 1, 0)
+
     def close(self) -> None:
         """Stops the reading thread and the workers; the next window starts them again."""
         opened, self._open = self._open, None

@@ -39,7 +39,7 @@ class ModelCall:
         self.shift_labels = _is_causal(model) if shift_labels is None else shift_labels
 
     def __call__(self, batch: Any) -> Loss:
-        loss, _ = self._loss_and_outputs(batch)
+        loss, _ = self.loss_and_outputs(batch)
         return self._counted(loss, batch)
 
     def predict(self, batch: Any, with_loss: bool = False) -> tuple[Loss | None, Any, Any]:
@@ -52,7 +52,7 @@ class ModelCall:
         labels = labels_in(batch)
         if labels is None and not with_loss:
             return None, call_model(self._model, batch), None
-        loss, outputs = self._loss_and_outputs(batch)
+        loss, outputs = self.loss_and_outputs(batch)
         if self._compute_loss is None and isinstance(outputs, (tuple, list)):
             outputs = outputs[1:]  # the first one is the loss
         return self._counted(loss, batch), outputs, labels
@@ -70,13 +70,15 @@ class ModelCall:
             loss.count = self.count(batch)
         return loss
 
-    def _loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
+    def loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
+        """The loss, and all that the model returned."""
         if self._compute_loss is None:
             outputs = call_model(self._model, batch)
             return _loss_in(outputs), outputs
         outputs = call_model(self._model, _without_labels(batch))
-        # None asks functions written for transformers for a mean; the engine does the rest.
-        extra = {"num_items_in_batch": None} if self._takes_items else {}
+        # With the micro-batch's own number functions written for transformers make a mean; the
+        # engine does the rest.
+        extra = {"num_items_in_batch": self.count(batch)} if self._takes_items else {}
         return as_loss(self._compute_loss(outputs, labels_in(batch), **extra)), outputs
 
 
@@ -130,7 +132,10 @@ def _samples(batch: Any) -> Count:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    name = type(getattr(model, "_orig_mod", model)).__name__
+    model = getattr(model, "_orig_mod", model)
+    name = type(model).__name__
+    if "ForConditionalGeneration" in name:  # text after an image, or by a decoder of its own
+        return not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
     return "CausalLM" in name or "LMHead" in name
 
 

@@ -57,6 +57,7 @@ def predict(
     preprocess: Callable[[Any, Any], Any] | None = None,
     compute_metrics: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
     group: Group | None = None,
+    ignored: tuple[str, ...] = (),
 ) -> PredictionOutput:
     """Runs the batches without gradients, in eval mode.
 
@@ -69,6 +70,7 @@ def predict(
       preprocess: (predictions, labels) of a batch -> what is kept of its predictions.
       compute_metrics: of the whole, where there are losses or labels.
       group: the ranks that share the batches; all get the whole.
+      ignored: outputs that are no predictions, besides the loss and caches.
     """
     mean = MeanLoss()
     predictions, label_ids = _Arrays(), _Arrays()
@@ -81,7 +83,7 @@ def predict(
                 continue
             if loss is not None:
                 mean.add(loss)
-            logits = predictions_in(model, outputs)
+            logits = predictions_in(model, outputs, ignored)
             if preprocess is not None and logits is not None:
                 logits = preprocess(logits, labels)
             predictions.add(logits)
@@ -105,12 +107,16 @@ def _join_ranks(group: Group, mean: MeanLoss, *arrays: _Arrays) -> None:
         entry.parts = whole
 
 
-def predictions_in(model: nn.Module, outputs: Any) -> Any:
+def predictions_in(model: nn.Module, outputs: Any, also_ignored: tuple[str, ...] = ()) -> Any:
     """The model's outputs without its loss and caches: one of them alone, several as a tuple."""
     if isinstance(outputs, torch.Tensor):
         return outputs if outputs.dim() > 0 else None  # a scalar is the loss
     config = getattr(model, "config", None)
-    ignored = {*NO_PREDICTIONS, *(getattr(config, "keys_to_ignore_at_inference", None) or ())}
+    ignored = {
+        *NO_PREDICTIONS,
+        *also_ignored,
+        *(getattr(config, "keys_to_ignore_at_inference", None) or ()),
+    }
     if isinstance(outputs, Mapping):
         found = [value for name, value in outputs.items() if name not in ignored]
     elif isinstance(outputs, (tuple, list)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from poise import callbacks, ranks
@@ -19,6 +20,10 @@ class RunLog:
     """Takes each update's result to the bar, the metrics file and the callbacks.
 
     Callbacks run on every rank, and what one rank's asks for is done on all.
+
+    Args:
+      details: what every event of a callback gets besides its own.
+      log: is given each line and passes it to record(); None: record() itself.
     """
 
     def __init__(
@@ -29,18 +34,27 @@ class RunLog:
         bar: Progress,
         listeners: list[Any],
         group: Group,
+        details: dict[str, Any] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
+        every = max(1, updates_of(args.logging_steps, run.updates))
         self.state = callbacks.TrainerState(
             max_steps=run.updates,
             num_train_epochs=run.epochs,
             is_world_process_zero=group.rank == 0,
+            is_local_process_zero=args.local_process_index == 0,
+            logging_steps=every,
+            eval_steps=args.eval_steps if args.eval_steps is not None else every,
+            train_batch_size=args.per_device_train_batch_size,
         )
         self.control = callbacks.TrainerControl()
+        self._details, self._log = details or {}, log or self.record
         self._group = group
         self._asked_by_any = any(ranks.any_of(group, [bool(listeners)]))
         self._args, self._run, self._metrics, self._bar = args, run, metrics, bar
         self._listeners = listeners
-        self._every = max(1, updates_of(args.logging_steps, run.updates))
+        self._every = every
+        self._last: StepResult | None = None  # of the updates since the last line
         self._begin = self._since = time.perf_counter()
         self._losses: list[float] = []  # of the updates since the last line
         self._tokens = self._line_tokens = 0.0
@@ -60,7 +74,13 @@ class RunLog:
         due, self.control.should_evaluate = self.control.should_evaluate, False
         return due
 
+    def epoch_stop_due(self) -> bool:
+        """Whether a callback asked to leave this epoch; after running()."""
+        due, self.control.should_epoch_stop = self.control.should_epoch_stop, False
+        return due
+
     def event(self, name: str, **details: Any) -> None:
+        details = {**self._details, **details}
         callbacks.call(self._listeners, name, self._args, self.state, self.control, **details)
 
     def update(self, result: StepResult) -> None:
@@ -68,12 +88,18 @@ class RunLog:
         self._count(result)
         self._bar.update(result, self._tokens_per_second())
         self.event("on_step_end", result=result)
-        step = self.state.global_step
-        due = step % self._every == 0 or step == self.state.max_steps
+        step, strategy = self.state.global_step, self._args.logging_strategy
+        due = strategy == "steps" and (step % self._every == 0 or step == self.state.max_steps)
         due = due or (step == 1 and self._args.logging_first_step)
+        self._last = result
         if due or self.control.should_log or not result.applied:
             self.control.should_log = False
             self.write(self._line(result))
+
+    def end_epoch(self) -> None:
+        """Writes the epoch's line, where lines are asked for by epochs."""
+        if self._args.logging_strategy == "epoch" and self._last is not None:
+            self.write(self._line(self._last))
 
     def note(self, line: str) -> None:
         """Text for people, unless nothing is to be shown."""
@@ -81,6 +107,11 @@ class RunLog:
             self._bar.note(line)
 
     def write(self, line: dict[str, Any]) -> None:
+        """A line, by way of the Trainer's log()."""
+        self._log(line)
+
+    def record(self, line: dict[str, Any]) -> None:
+        """A line into history, file and callbacks."""
         line = {"step": self.state.global_step, "epoch": round(self.state.epoch, 4), **line}
         self.state.log_history.append(line)
         self._metrics.write(line)
@@ -95,6 +126,7 @@ class RunLog:
         return {
             "train_runtime": seconds,
             "train_steps_per_second": self.state.global_step / seconds,
+            "train_samples_per_second": self._samples() / seconds,
             "train_tokens_per_second": self._tokens / seconds,
             "train_tokens": self._tokens,
             "train_loss": self.mean_loss(),
@@ -103,17 +135,25 @@ class RunLog:
             "epoch": self.state.epoch,
         }
 
+    def _samples(self) -> float:
+        """About how many: the last micro-batches of an epoch may be smaller."""
+        batches = self.state.global_step * self._args.accumulation * self._args.world_size
+        if self._run.batches_per_epoch is not None:
+            batches = min(batches, self.state.epoch * self._run.batches_per_epoch)
+        return batches * self._args.per_device_train_batch_size
+
     def _agree(self) -> None:
         if self._asked_by_any:
-            control = self.control
-            asked = [control.should_training_stop, control.should_evaluate]
-            asked = ranks.any_of(self._group, asked)
-            control.should_training_stop, control.should_evaluate = asked
+            flags = ("should_training_stop", "should_epoch_stop", "should_evaluate", "should_save")
+            asked = ranks.any_of(self._group, [getattr(self.control, flag) for flag in flags])
+            for flag, value in zip(flags, asked, strict=True):
+                setattr(self.control, flag, value)
 
     def _count(self, result: StepResult) -> None:
         self.state.global_step += 1
         self.state.epoch = self._run.epoch_at(self.state.global_step)
         self._tokens += result.tokens
+        self.state.num_input_tokens_seen = int(self._tokens)
         self._line_tokens += result.tokens
         self._skipped = result.skipped
         self._peak_bytes = max(self._peak_bytes, result.peak_bytes)
@@ -144,5 +184,6 @@ class RunLog:
         if not result.applied and result.first_bad_parameter:
             line["first_bad_parameter"] = result.first_bad_parameter
         self._losses.clear()
+        self._last = None
         self._line_tokens, self._since = 0.0, time.perf_counter()
         return line

@@ -13,8 +13,11 @@ from torch import nn
 
 from poise import (
     banner,
+    callbacks,
+    columns,
+    eval_share,
     evaluation,
-    foreign,
+    hand_update,
     meta,
     model_choice,
     model_view,
@@ -24,11 +27,16 @@ from poise import (
     trainer_data,
 )
 from poise._C import Error, StepResult
+from poise.accelerator_view import AcceleratorView
 from poise.balance import Balance
+from poise.callbacks import TrainerControl, TrainerState
+from poise.callbacks import made as made_callback
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
+from poise.deepspeed import of_trainer
 from poise.engine import Engine
+from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.model_call import ModelCall
@@ -39,6 +47,8 @@ from poise.run_length import RunLength
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.seeding import seed_everything
+from poise.trainer_hooks import TrainerHooks
+from poise.trainer_optimizer import TorchOptimizer
 from poise.training_arguments import TrainingArguments
 from poise.update import step
 
@@ -51,8 +61,8 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer:
-    """Trains a model; names as in transformers' Trainer.
+class Trainer(TrainerHooks):
+    """Trains a model; names as in transformers' Trainer, whose scripts and subclasses it takes.
 
     Where torchrun, Slurm or mpirun started several ranks, all of them make the same Trainer and the
     same calls; each gets its share of the data, the first one writes and shows. All have rank 0's
@@ -61,8 +71,10 @@ class Trainer:
     Args:
       model: returns the loss from forward (a scalar, a tuple that begins with it, an output with
         .loss), or anything that compute_loss_func makes a loss of.
-      args: None: all defaults.
-      data_collator: makes a batch of a list of samples.
+      args: poise.TrainingArguments, or transformers' own (docs/training_arguments.md); None: all
+        defaults.
+      data_collator: makes a batch of a list of samples; None: processing_class pads, or numbers are
+        stacked.
       train_dataset: a dataset, or a DataLoader.
       eval_dataset: the same for evaluate().
       model_init: makes the model instead, anew for every train().
@@ -71,8 +83,11 @@ class Trainer:
         predict().
       preprocess_logits_for_metrics: (predictions, labels) of a batch -> what is kept of it for
         compute_metrics and predict(), for example the class instead of all logits.
-      callbacks: objects with methods of poise.callbacks.TrainerCallback.
-      processing_class, optimizers: refused with a reason where they are given.
+      callbacks: objects with methods of poise.callbacks.TrainerCallback, transformers' too, or
+        classes of them.
+      processing_class: a tokenizer or processor, which pads batches; tokenizer is its old name.
+      optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, whose work the engine does, and
+        what steps with its updates. (None, None): as args say.
       units: as in poise.Engine.
       shift_labels: as in poise.model_call.ModelCall.
     """
@@ -85,25 +100,31 @@ class Trainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        *,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[EvalPrediction], Any] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
         units: model_view.UnitChoice = None,
         shift_labels: bool | None = None,
     ) -> None:
-        foreign.refuse(processing_class, optimizers)
-        self.args = args if args is not None else TrainingArguments()
+        self.args = TrainingArguments.of(args)
+        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.optimizer, self.lr_scheduler = optimizers
+        self._given_optimizers = tuple(optimizers)
         self._group = ranks.join(self.args.device, self.args.ddp_backend, self.args.ddp_timeout)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.callbacks = list(callbacks or [])
+        self.callbacks = [made_callback(one) for one in callbacks or []]
+        self.state, self.control = TrainerState(), TrainerControl()
+        self._run_log: RunLog | None = None  # of the run that is going on
+        self._torch: TorchOptimizer | None = None
         self.engine: Engine | None = None  # of the last train()
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
@@ -111,6 +132,8 @@ class Trainer:
         self._halving: trainer_balance.Halving | None = None
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
+        self.accelerator = AcceleratorView(self._group, self.args.device, self._backward)
+        self._event("on_init_end")
 
     def train(self) -> TrainOutput:
         """Trains from the model's present values (model_init's, if given) to the end of the run.
@@ -119,16 +142,13 @@ class Trainer:
         KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it with the
         first parameter, input or module that is not finite, unless on_nonfinite says skip.
         """
-        if self.train_dataset is None:
-            raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
         args, folder, first = self.args, Path(self.args.output_dir), self._group.rank == 0
+        data = self._train_data()
         if args.balance_is_open:
-            trainer_balance.check_data(self.train_dataset, args)
-        windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
+            trainer_balance.check_data(data, args)
+        windows = trainer_data.train_windows(data, args, self._collate())
         run = RunLength.of(
-            trainer_data.batches_per_epoch(self.train_dataset, args),
-            args,
-            trainer_data.splits_over(self.train_dataset, args),
+            trainer_data.batches_per_epoch(data, args), args, trainer_data.splits_over(data, args)
         )
         if self.engine is not None:  # the memory of an earlier run goes first
             self.engine.give_back()
@@ -139,19 +159,22 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(ranks.told_to_others(self._group))
             stack.enter_context(ranks.only_first_logs(self._group))
-            self.engine = Engine(self.model, args.to_config(run.updates), self._units, self._group)
+            self._make_engine(run.updates)
             found = self._find_balance() if args.balance_is_open else None
             if found is not None:
                 args = self.args
-                windows = trainer_data.train_windows(self.train_dataset, args, self.data_collator)
+                windows = trainer_data.train_windows(data, args, self._collate())
             stack.enter_context(contextlib.closing(windows))
             metrics = stack.enter_context(
                 MetricsLog(folder / "metrics.jsonl") if first else NoMetrics()
             )
-            self._show_banner(run)
+            self._show_banner(run, data)
             bar = stack.enter_context(Progress(run.updates, args.disable_tqdm if first else True))
             banner.warn_batch_norm(self.model, args.accumulation, self._group.size)
-            log = RunLog(args, run, metrics, bar, self.callbacks, self._group)
+            details = self._details(train_dataloader=data)
+            log = RunLog(args, run, metrics, bar, self.callbacks, self._group, details, self.log)
+            self.state, self.control, self._run_log = log.state, log.control, log
+            stack.callback(setattr, self, "_run_log", None)
             self._found = found
             self._halving = trainer_balance.Halving(self.engine, log.note) if found else None
             for line in trainer_balance.lines(found, args.memory_budget) if found else ():
@@ -159,74 +182,154 @@ class Trainer:
             profiling = stack.enter_context(
                 contextlib.closing(Profiling(args.profile_steps if first else None, folder))
             )
-            self._loop(windows, log, profiling)
+            self._loop(windows, run, log, profiling)
         return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
 
     def evaluate(
-        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it."""
+        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it.
+
+        Args:
+          eval_dataset: None: that of the Trainer. Of a dictionary of datasets each is evaluated, and
+            its name stands in front of its metrics.
+          ignore_keys: outputs of the model that are no predictions.
+        """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise Error(
                 "[trainer] there is no eval_dataset; give one to poise.Trainer or to evaluate()"
             )
-        if self.compute_metrics is not None:
-            return self._predict(dataset, metric_key_prefix, with_loss=True).metrics
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, one in dataset.items():
+                metrics |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        loader = self._eval_loader("get_eval_dataloader", dataset)
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            return self._predict(loader, metric_key_prefix, True, ignore_keys).metrics
         with ranks.told_to_others(self._group):
             return evaluation.evaluate(
                 self.model,
-                self._share_of(dataset),
-                self._loss,
+                eval_share.share_of(loader, self._group),
+                self._evaluated_loss,
                 self._forward_scope,
                 metric_key_prefix,
                 self._group,
             )
 
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
         """What the model returns for a dataset (without its loss), in order, as numpy arrays.
 
         Samples need no labels; where they have them, metrics hold the loss and what
         compute_metrics makes of them. Arrays of batches that differ in length are padded with -100.
         """
-        return self._predict(test_dataset, metric_key_prefix, with_loss=False)
+        loader = self._eval_loader("get_test_dataloader", test_dataset)
+        output = self._predict(loader, metric_key_prefix, False, ignore_keys)
+        self._event("on_predict", metrics=output.metrics)
+        return output
 
-    def _predict(self, dataset: Any, prefix: str, with_loss: bool) -> PredictionOutput:
+    def _predict(
+        self, loader: Any, prefix: str, with_loss: bool, ignore_keys: list[str] | None
+    ) -> PredictionOutput:
+        of_batch = self._call.predict
+        if self._overrides("compute_loss"):
+            of_batch = self._given_outputs
+
         def call(batch: Any) -> tuple[Loss | None, Any, Any]:
-            return self._call.predict(trainer_data.to_device(batch, self.args.device), with_loss)
+            answer = of_batch(trainer_data.to_device(batch, self.args.device), with_loss)
+            self._event("on_prediction_step")
+            return answer
 
         with ranks.told_to_others(self._group):
             return prediction.predict(
                 self.model,
-                self._share_of(dataset),
+                eval_share.share_of(loader, self._group),
                 call,
                 self._forward_scope,
                 prefix,
                 self.preprocess_logits_for_metrics,
                 self.compute_metrics,
                 self._group,
+                tuple(ignore_keys or ()),
             )
 
-    def _share_of(self, dataset: Any) -> Any:
-        return trainer_data.eval_share_of(dataset, self.args, self.data_collator, self._group)
+    def _eval_loader(self, method: str, dataset: Any) -> Any:
+        if self._overrides(method):
+            return getattr(self, method)(dataset)
+        return trainer_data.eval_batches(dataset, self.args, self._collate())
+
+    def _train_data(self) -> Any:
+        if self._overrides("get_train_dataloader"):
+            return self.get_train_dataloader()
+        if self.train_dataset is None:
+            raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
+        return self.train_dataset
+
+    def _collate(self) -> Callable:
+        unused = self.args.remove_unused_columns
+        return columns.collate_for(self.model, self.data_collator, self.processing_class, unused)
 
     def _take(self, model: nn.Module) -> None:
 
         # One without memory gets it from the engine, on the device of the group.
         self.model = model if meta.is_meta(model) else model.to(self.args.device)
-        self._call = ModelCall(model, self._compute_loss_func, self._shift_labels)
+        loss_func, smoothing = self._compute_loss_func, self.args.label_smoothing_factor
+        if smoothing > 0 and loss_func is None:
+            shifted = ModelCall(model, None, self._shift_labels).shift_labels
+            loss_func = LabelSmoothing(smoothing, shifted)
+        self._call = ModelCall(model, loss_func, self._shift_labels)
         self._loss_of: Callable[[Any], Loss] = self._call
         if self.args.loss_chunk_tokens > 0:
-            if self._compute_loss_func is not None:
+            if loss_func is not None:
+                what = "compute_loss_func" if smoothing == 0 else "label_smoothing_factor"
                 raise Error(
-                    "[trainer] loss_chunk_tokens with compute_loss_func, which gets whole logits; "
-                    "leave one of them out"
+                    f"[trainer] loss_chunk_tokens with {what}, which gets whole logits; leave one of "
+                    "them out"
                 )
             self._loss_of = ChunkedHead(self.model, self._call, self.args.loss_chunk_tokens)
+        if self._overrides("compute_loss"):
+            self._loss_of = self._given_loss
 
-    def _loop(self, windows: WindowIterator, log: RunLog, profiling: Profiling) -> None:
+    def _make_engine(self, updates: int) -> None:
+        config = self.args.to_config(updates)
+        self._torch = self._torch_optimizer(updates)
+        if self._torch is not None:
+            config = self._torch.settings(config)
+        self.engine = Engine(self.model, config, self._units, self._group)
+        if self._torch is not None:
+            self._torch.attach(self.engine)
+
+    def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
+        """Where somebody gave or makes an optimizer or a scheduler of torch."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        own = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+        if not any(self._overrides(name) for name in own):
+            if self.optimizer is None:
+                self.optimizer = of_trainer.optimizer(self.model, self.args)
+            if self.lr_scheduler is None and of_trainer.has_scheduler(self.args):
+                optimizer = self.create_optimizer()
+                self.lr_scheduler = of_trainer.scheduler(optimizer, self.args, updates)
+            if self.optimizer is None and self.lr_scheduler is None:
+                return None  # the engine's own
+        self.create_optimizer_and_scheduler(updates)
+        return TorchOptimizer(self.model, self.optimizer, self.lr_scheduler)
+
+    def _loop(
+        self, windows: WindowIterator, run: RunLength, log: RunLog, profiling: Profiling
+    ) -> None:
         self.model.train()
-        log.event("on_train_begin", model=self.model)
+        log.event("on_train_begin")
+        if self.args.eval_on_start:
+            self._evaluate_and_log(log)
         epoch = None
         for window in windows:
             if windows.epoch != epoch:
@@ -237,36 +340,51 @@ class Trainer:
             self._update(window, log, profiling)
             if not log.running():
                 break
+            if log.epoch_stop_due():
+                windows.skip_epoch()
+                if self.args.max_steps <= 0 and windows.epoch >= run.epochs:
+                    break
         self._end_epoch(log)
         log.event("on_train_end")
 
     def _end_epoch(self, log: RunLog) -> None:
         log.event("on_epoch_end")
-        if self.args.eval_strategy == "epoch":
+        log.end_epoch()
+        if self.args.eval_strategy == "epoch" and log.state.epoch >= self.args.eval_delay:
             self._evaluate_and_log(log)
 
     def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> None:
         update = log.state.global_step + 1
         profiling.before(update)
         log.event("on_step_begin")
+        if self._torch is not None:
+            self._torch.before_update()
 
         def run(batches: list[Any]) -> StepResult:
+            if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
+                return hand_update.step(
+                    self.engine, batches, self._training_step, self._loss, log.event
+                )
             return step(self.engine, batches, self._loss, first=update == 1, note=log.note)
 
         result = run(window) if self._halving is None else self._halving(window, run)
+        if self._torch is not None:
+            self._torch.after_update(result)
         profiling.after(update)
         if update == 1 and self._found is not None:
             for line in trainer_balance.compared(self._found, result):
                 log.note(line)
         log.update(result)
-        if self.args.eval_strategy == "steps" and update % self._eval_every(log) == 0:
-            log.control.should_evaluate = True
+        every = self._eval_every(log)
+        if self.args.eval_strategy == "steps" and update % every == 0:
+            if update >= self.args.eval_delay:
+                log.control.should_evaluate = True
         if log.evaluation_due():
             self._evaluate_and_log(log)
 
     def _find_balance(self) -> Balance:
         found = trainer_balance.find(
-            self.engine, self.args, self.train_dataset, self.data_collator, self._call, self._loss
+            self.engine, self.args, self.train_dataset, self._collate(), self._call, self._loss
         )
         chosen = found.chosen
         policy = self.engine.checkpointing
@@ -275,6 +393,20 @@ class Trainer:
 
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(trainer_data.to_device(batch, self.args.device))
+
+    def _evaluated_loss(self, batch: Any) -> Loss:
+        loss = self._loss(batch)
+        self._event("on_prediction_step")
+        return loss
+
+    def _training_step(self, batch: Any) -> torch.Tensor:
+        batch = trainer_data.to_device(batch, self.args.device)
+        self._backward_count = self._call.count(batch)
+        return self.training_step(self.model, batch, self._backward_count)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """accelerator.backward of a subclass's training_step."""
+        self.engine.backward(loss, tokens=self._backward_count)
 
     def _forward_scope(self) -> contextlib.AbstractContextManager:
         """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
@@ -296,18 +428,35 @@ class Trainer:
         )
         return max(1, updates_of(every, log.state.max_steps))
 
+    def _event(self, name: str, **details: Any) -> None:
+        details = {**self._details(), **details}
+        callbacks.call(self.callbacks, name, self.args, self.state, self.control, **details)
+
+    def _details(self, **more: Any) -> dict[str, Any]:
+        """What every event of a callback gets."""
+        return {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "tokenizer": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "eval_dataloader": self.eval_dataset,
+            **more,
+        }
+
     def _check_eval_dataset(self) -> None:
         if self.args.eval_strategy != "no" and self.eval_dataset is None:
-            raise Error(
-                f"[trainer] eval_strategy is {self.args.eval_strategy}, but there is no "
-                "eval_dataset; give one to poise.Trainer"
-            )
+            if not self._overrides("get_eval_dataloader"):
+                raise Error(
+                    f"[trainer] eval_strategy is {self.args.eval_strategy}, but there is no "
+                    "eval_dataset; give one to poise.Trainer"
+                )
 
-    def _show_banner(self, run: RunLength) -> None:
+    def _show_banner(self, run: RunLength, data: Any) -> None:
         if self.args.disable_tqdm is True or self._group.rank > 0:
             return
         settings = settings_of(self.engine.config)
         settings["checkpointing"] = self.engine.checkpointing
-        examples = trainer_data.examples(self.train_dataset)
+        examples = trainer_data.examples(data)
         lines = banner.banner(self.model, self.args, run, settings, examples, self._group)
         print("\n".join(lines), file=sys.stderr)

@@ -34,7 +34,7 @@ def train_windows(
     if not isinstance(dataset, IterableDataset):
         _check_size(dataset)
         order["shuffle"] = args.train_sampling_strategy == "random"
-    options = {"drop_last": args.dataloader_drop_last, **_options(args, collate)}
+    options = {"drop_last": args.dataloader_drop_last, **loader_options(args, collate)}
     return WindowIterator(dataset, args.per_device_train_batch_size, **order, **options)
 
 
@@ -103,7 +103,7 @@ def eval_batches(
         dataset,
         batch_size=args.per_device_eval_batch_size,
         generator=torch.Generator(),  # starting workers must not move the model's dropout
-        **_options(args, collate),
+        **loader_options(args, collate),
     )
 
 
@@ -127,7 +127,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _options(args: TrainingArguments, collate: Callable | None) -> dict[str, Any]:
+def loader_options(args: TrainingArguments, collate: Callable | None) -> dict[str, Any]:
+    """Of a DataLoader made for a dataset."""
     workers = args.dataloader_num_workers
     return {
         "collate_fn": collate,

@@ -1,24 +1,22 @@
 """poise.TrainingArguments: the names and defaults of transformers, as far as their rooms exist.
 
-An argument that is not known is an error that names the nearest known one; nothing is ignored.
+An argument that is not known is an error that names the nearest known one; what is accepted and does
+nothing here has its reason in poise.arguments_table.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from poise import ranks, schedule_arguments
+from poise import arguments, ranks, schedule_arguments
 from poise._C import Error
+from poise.deepspeed import of_trainer
 from poise.profiling import Steps, read_steps
-
-logger = logging.getLogger("poise")
 
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw",
@@ -27,26 +25,7 @@ OPTIMIZERS = {
     "adam": "adam",
     "sgd": "sgd",
 }
-OLD_NAMES = {
-    "warmup_ratio": "warmup_steps",
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-}
-LATER = {  # prefix of arguments: what they wait for
-    "save_": "saving arrives with the state room",
-    "resume_from_checkpoint": "saving arrives with the state room",
-    "load_best_model_at_end": "saving arrives with the state room",
-}
-INSTEAD = {  # prefix of arguments: what does the same
-    "fsdp": "zero_stage=3 shards parameters, gradients and optimizer states over the ranks",
-    "deepspeed": "zero_stage=0 to 3 shards as ZeRO does; poise.Engine takes a whole configuration",
-    "ddp_find_unused_parameters": "a parameter that gets no gradient counts as zero",
-    "ddp_broadcast_buffers": "buffers are rank 0's at the start and each rank's own afterwards",
-    "ddp_": "poise joins gradients itself, by units of the model",
-    "local_rank": "torchrun, Slurm or mpirun say it in the environment",
-}
+FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}  # ZeRO stages
 
 
 @dataclasses.dataclass
@@ -73,6 +52,9 @@ class _Arguments:
     lr_scheduler_kwargs: dict[str, Any] | None = None
     warmup_steps: int | float = 0  # updates; in (0, 1): the part of the run
 
+    label_smoothing_factor: float = 0.0  # in [0, 1)
+    deepspeed: Any = None  # DeepSpeed's JSON: a path, a dictionary or text (docs/deepspeed.md)
+
     # Precision: fp32 parameters, a forward under autocast.
     bf16: bool = False
     fp16: bool = False
@@ -92,17 +74,22 @@ class _Arguments:
 
     # Several ranks: torchrun, Slurm or mpirun starts the program once for each.
     zero_stage: int = 0  # sharded: 1 optimizer states, 2 and gradients, 3 and parameters
+    fsdp: Any = None  # full_shard: zero_stage 3, shard_grad_op: 2
     zero_keep_gathered: bool = False  # stage 3: parameters stay whole until the update
     ddp_backend: str | None = None  # of torch.distributed; None: nccl for GPUs, gloo for the CPU
     ddp_timeout: float = 1800  # seconds that a rank waits for the others
 
     # Log and evaluation.
     logging_steps: int | float = 500  # updates; in (0, 1): the part of the run
+    logging_strategy: str = "steps"  # epoch, no
     logging_first_step: bool = False
     disable_tqdm: bool | None = None  # None: a bar where standard error is a terminal
     profile_steps: Steps = None  # "3-5": a trace of these updates
     eval_strategy: str = "no"  # steps, epoch
-    eval_steps: int | None = None  # None: logging_steps
+    eval_steps: int | float | None = None  # None: logging_steps
+    eval_delay: float = 0  # updates, or epochs where eval_strategy is epoch, before the first one
+    eval_on_start: bool = False
+    prediction_loss_only: bool = False  # evaluate() does without predictions and compute_metrics
 
     # Data and randomness.
     seed: int = 42
@@ -112,23 +99,56 @@ class _Arguments:
     dataloader_pin_memory: bool = True
     dataloader_prefetch_factor: int | None = None
     train_sampling_strategy: str = "random"  # or sequential
+    remove_unused_columns: bool = True  # keys of a sample that forward does not take
     use_cpu: bool = False
 
 
 class TrainingArguments(_Arguments):
-    """Settings of a Trainer; see the fields of transformers' class of that name."""
+    """Settings of a Trainer; docs/training_arguments.md has every field of transformers' class of
+    that name and what becomes of it. Fields that are accepted and do nothing here can be read."""
 
-    def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
+    def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         if output_dir is not None:
-            arguments["output_dir"] = output_dir
-        known = _known(arguments)
-        super().__init__(**known)
-        self._given = frozenset(known)
+            given["output_dir"] = output_dir
+        self._besides: dict[str, Any] = {}
+        self._origin: Any = None
+        ours, self._besides = arguments.sort_out(given, _names())
+        super().__init__(**ours)
+        self._given = frozenset(ours)
+        self._take_fsdp()
         if self.memory_budget == "auto":
             self.memory_budget = _free_memory(self.device)
         if self.balance_is_open:
             self.per_device_train_batch_size = 1  # until the Trainer has found it
         self._check()
+        self._deepspeed = None if self.deepspeed is None else of_trainer.read_for(self)
+
+    @classmethod
+    def of(cls, given: Any) -> TrainingArguments:
+        """The given ones, or those that an object of transformers' class means."""
+        if given is None:
+            return cls()
+        if isinstance(given, TrainingArguments):
+            return given
+        if not dataclasses.is_dataclass(given) or not hasattr(given, "learning_rate"):
+            raise Error(
+                f"[trainer] args is {type(given).__name__}; give poise's or transformers' "
+                "TrainingArguments"
+            )
+        made = cls(**arguments.of_transformers(given))
+        made._origin = given
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_besides", "_origin", "_given"):
+            raise AttributeError(name)
+        if name in self._besides:
+            return self._besides[name]
+        if self._origin is not None and hasattr(self._origin, name):
+            return getattr(self._origin, name)
+        if name in arguments.FIELDS:
+            return arguments.FIELDS[name].default
+        raise AttributeError(f"TrainingArguments has no {name}")
 
     @property
     def balance_is_open(self) -> bool:
@@ -185,8 +205,22 @@ class TrainingArguments(_Arguments):
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
 
+    @property
+    def engine_optimizer(self) -> str:
+        """The engine's name of the optimizer."""
+        return OPTIMIZERS[self.optim]
+
+    @property
+    def deepspeed_settings(self) -> Any:
+        """What the DeepSpeed file says; None: there is none."""
+        return self._deepspeed
+
     def to_config(self, total_updates: int) -> dict[str, Any]:
         """The engine's settings for a run of so many updates."""
+        config = self._config(total_updates)
+        return config if self._deepspeed is None else {**config, **of_trainer.sections(self)}
+
+    def _config(self, total_updates: int) -> dict[str, Any]:
         return {
             "batch": {
                 "micro_batch_size": self.per_device_train_batch_size,
@@ -229,6 +263,7 @@ class TrainingArguments(_Arguments):
             raise Error("[trainer] bf16 and fp16 are both on; choose one")
         _one_of("optim", self.optim, OPTIMIZERS)
         _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
+        _one_of("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
         _one_of("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"))
         schedule_arguments.check(self)
@@ -240,6 +275,11 @@ class TrainingArguments(_Arguments):
         ):
             if getattr(self, name) < 1:
                 raise Error(f"[trainer] {name} is {getattr(self, name)}; give 1 or more")
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise Error(
+                f"[trainer] label_smoothing_factor is {self.label_smoothing_factor}; give a number "
+                "in [0, 1)"
+            )
         if self.loss_chunk_tokens < 0:
             raise Error(
                 f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
@@ -253,6 +293,18 @@ class TrainingArguments(_Arguments):
             )
         self._check_ranks()
         self._check_global_batch()
+
+    def _take_fsdp(self) -> None:
+        words = self.fsdp if isinstance(self.fsdp, (list, tuple)) else [self.fsdp]
+        words = [w for one in words if one for w in str(arguments.plain_value(one)).split()]
+        stages = [FSDP[word] for word in words if word in FSDP]
+        unknown = [word for word in words if word not in FSDP and word not in ("auto_wrap", "True")]
+        if unknown:
+            raise Error(
+                f"[trainer] fsdp has {unknown[0]!r}; poise knows {', '.join(FSDP)} and auto_wrap"
+            )
+        if words and self.zero_stage == 0:
+            self.zero_stage = stages[0] if stages else 3
 
     def _check_ranks(self) -> None:
         _one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
@@ -283,29 +335,8 @@ class TrainingArguments(_Arguments):
             )
 
 
-def _known(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Old names become new ones; an unknown one is an error."""
-    names = [field.name for field in dataclasses.fields(_Arguments)]
-    known: dict[str, Any] = {}
-    for name, value in arguments.items():
-        new_name = OLD_NAMES.get(name, name)
-        if new_name != name:
-            logger.info("[trainer] %s is called %s now", name, new_name)
-        if new_name not in names:
-            raise Error(f"[trainer] unknown argument {name}; {_advice(name, names)}")
-        known[new_name] = value
-    return known
-
-
-def _advice(name: str, names: list[str]) -> str:
-    for prefix, reason in LATER.items():
-        if name.startswith(prefix):
-            return f"{reason}, leave it out until then"
-    for prefix, reason in INSTEAD.items():
-        if name.startswith(prefix):
-            return f"leave it out: {reason}"
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f"did you mean {nearest}?"
+def _names() -> list[str]:
+    return [field.name for field in dataclasses.fields(_Arguments)]
 
 
 def _free_memory(device: torch.device) -> int:

@@ -222,6 +222,14 @@ void bind_engine(py::module_& module) {
   py::class_<Engine::Gathered>(module, "GatheredScope", "All parameters are whole until close().")
       .def("close", &Engine::Gathered::close, NoGil());
 
+  module.def(
+      "schedule_multiplier",
+      [](const Config& config, std::int64_t applied) {
+        return optim::schedule_multiplier(config.schedule, applied);
+      },
+      py::arg("config"), py::arg("applied"),
+      "Part of the peak learning rate for the update that follows so many applied ones.");
+
   module.def("without_memory", &without_memory, py::arg("like"), py::arg("device"),
              py::arg("message"), "A tensor like another one, with an empty storage.");
 

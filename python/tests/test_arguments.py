@@ -30,11 +30,19 @@ DEFAULTS = {
     "bf16": False,
     "fp16": False,
     "gradient_checkpointing": False,
+    "label_smoothing_factor": 0.0,
+    "deepspeed": None,
+    "fsdp": None,
+    "remove_unused_columns": True,
+    "logging_strategy": "steps",
     "logging_steps": 500,
     "logging_first_step": False,
     "disable_tqdm": None,
     "eval_strategy": "no",
     "eval_steps": None,
+    "eval_delay": 0,
+    "eval_on_start": False,
+    "prediction_loss_only": False,
     "seed": 42,
     "data_seed": None,
     "dataloader_drop_last": False,
@@ -77,13 +85,11 @@ def test_unknown_argument_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "name", ["save_strategy", "save_steps", "save_total_limit", "load_best_model_at_end"]
+    "given", [{"save_strategy": "epoch"}, {"save_steps": 1}, {"load_best_model_at_end": True}]
 )
-def test_saving_is_not_there_yet(name):
-    with pytest.raises(
-        poise.Error, match=f"unknown argument {name}; saving arrives with the state room"
-    ):
-        TrainingArguments(**{name: 1})
+def test_saving_is_not_there_yet(given):
+    with pytest.raises(poise.Error, match=f"{next(iter(given))} is .*: saving arrives"):
+        TrainingArguments(**given)
 
 
 def test_old_names():

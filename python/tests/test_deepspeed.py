@@ -15,6 +15,8 @@ from test_wrap import distance, network, plain, rows
 from torch import nn
 from torch.utils.data import TensorDataset
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 

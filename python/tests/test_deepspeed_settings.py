@@ -277,9 +277,12 @@ def test_a_monitor_that_is_on_is_missed_aloud(caplog):
 def test_the_page_is_the_table():
     page = rank_processes.FOLDER.parents[1] / "docs" / "deepspeed.md"
     made = subprocess.run(
-        [sys.executable, "-m", "poise.deepspeed"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "poise.reference", "deepspeed"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
-    assert page.read_text() == made, "run python -m poise.deepspeed > docs/deepspeed.md"
+    assert page.read_text() == made, "run python -m poise.reference deepspeed > docs/deepspeed.md"
 
 
 # Schedules, by the formulas of DeepSpeed's documentation.

@@ -253,11 +253,6 @@ def test_model_init_makes_the_same_model_anew(tmp_path, takes_trial):
         ({"model": tiny(), "model_init": tiny}, "both model and model_init given"),
         ({"model": lambda x: x}, "the model is function"),
         ({"model_init": lambda: 3}, "model_init returned int"),
-        ({"model": tiny(), "processing_class": object()}, "give data_collator"),
-        (
-            {"model": tiny(), "optimizers": (torch.optim.SGD([torch.ones(1)]), None)},
-            "optimizers has SGD: the engine owns",
-        ),
     ],
 )
 def test_choices_that_cannot_be_kept(options, words):

@@ -180,7 +180,7 @@ def test_forms_of_outputs(form):
 
 def test_compute_loss_func_gets_outputs_and_labels():
     def by_mean(outputs, labels, num_items_in_batch=None):
-        assert num_items_in_batch is None
+        assert num_items_in_batch == 4  # the micro-batch's own: a sum over it is a mean
         return nn.functional.cross_entropy(outputs["logits"], labels)
 
     inputs = {"x": torch.ones(5, 3), "labels": torch.tensor([0, 1, -100, 2, 3])}

@@ -14,6 +14,8 @@ from poise.marked_loader import MarkedLoader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -42,6 +42,7 @@ class Settings:
       drop_last: of the loader that initialize() makes.
       steps_per_print: 0: never.
       shard_size: ranks that shard together; 0: all.
+      values: the file's own numbers, of mapped keys.
       auto: keys that said "auto".
       notes: keys that were accepted and have nothing to do here: their reasons.
     """
@@ -53,6 +54,7 @@ class Settings:
     drop_last: bool = False
     steps_per_print: int = 0
     shard_size: int = 0
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     auto: list[str] = dataclasses.field(default_factory=list)
     notes: dict[str, Key] = dataclasses.field(default_factory=dict)
 
@@ -109,7 +111,7 @@ def read(config: Any, ranks: int = 1) -> Settings:
     """Raises Error on an unknown key, a refused value, and batch numbers that contradict each other."""
     given = load(config)
     settings = Settings()
-    values: dict[str, Any] = {}
+    values = settings.values
     for path, value in _leaves(given):
         key = _key_of(path)
         if isinstance(value, str) and value == AUTO:

@@ -337,7 +337,7 @@ _HEAD = """\
 
 `import poise as deepspeed` runs a DeepSpeed script: `deepspeed.initialize(...)` and the engine it returns take the
 calls that scripts make, and read their JSON (comments, `"auto"` and older names too). This page is made from the table
-that the reader goes by: `python -m poise.deepspeed > docs/deepspeed.md`; a test compares the two.
+that the reader goes by: `python -m poise.reference deepspeed > docs/deepspeed.md`; a test compares the two.
 
 Four things are other than in DeepSpeed, on purpose:
 

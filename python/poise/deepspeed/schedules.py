@@ -7,6 +7,7 @@ update by update.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -272,6 +273,17 @@ class OneCycle(Schedule):
 SCHEDULES = {
     one.__name__: one for one in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
 }
+
+
+def make(kind: str, optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> Schedule:
+    """The schedule of a file; raises Error on a type or a setting that is not known."""
+    if kind not in SCHEDULES:
+        raise Error(f"[deepspeed] scheduler.type is {kind!r}; use {', '.join(SCHEDULES)}")
+    try:
+        inspect.signature(SCHEDULES[kind]).bind(optimizer, **params)
+    except TypeError as error:
+        raise Error(f"[deepspeed] scheduler.params do not fit {kind}: {error}") from None
+    return SCHEDULES[kind](optimizer, **params)
 
 
 def _warmup(steps: Any, kind: str) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -121,15 +120,7 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer, settings: Settings)
         return None
     kind, params = settings.scheduler
     _refuse_auto("scheduler.params.", settings)
-    if kind not in schedules.SCHEDULES:
-        known = ", ".join(schedules.SCHEDULES)
-        raise Error(f"[deepspeed] scheduler.type is {kind!r}; use {known}")
-    made = schedules.SCHEDULES[kind]
-    try:
-        inspect.signature(made).bind(optimizer, **params)
-    except TypeError as error:
-        raise Error(f"[deepspeed] scheduler.params do not fit {kind}: {error}") from None
-    return made(optimizer, **params)
+    return schedules.make(kind, optimizer, params)
 
 
 def _refuse_auto(prefix: str, settings: Settings) -> None:

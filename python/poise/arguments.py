@@ -1,0 +1,82 @@
+"""Arguments of a Trainer: those of transformers sorted out, and its own objects of them read."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from typing import Any
+
+from poise._C import Error
+from poise.arguments_table import OLD_NAMES, TABLE, Field, plain_value
+
+logger = logging.getLogger("poise")
+
+FIELDS: dict[str, Field] = {field.name: field for field in TABLE}
+
+
+def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(arguments of ours, what is accepted besides); raises Error on an unknown or a refused one.
+
+    Args:
+      given: by name, old names too.
+      known: fields of poise.TrainingArguments.
+    """
+    ours: dict[str, Any] = {}
+    besides: dict[str, Any] = {}
+    for name, value in given.items():
+        new_name = OLD_NAMES.get(name, name)
+        if new_name != name:
+            if value is None:
+                continue
+            logger.info("[trainer] %s is called %s now", name, new_name)
+        if new_name in known:
+            ours[new_name] = plain_value(value)
+            continue
+        field = FIELDS.get(new_name)
+        if field is None:
+            nearest = difflib.get_close_matches(name, [*known, *FIELDS], n=1, cutoff=0.0)[0]
+            raise Error(f"[trainer] unknown argument {name}; did you mean {nearest}?")
+        if field.fate == "refused" and not field.is_harmless(value):
+            raise Error(f"[trainer] {name} is {plain_value(value)!r}: {field.text}; leave it out")
+        if not field.is_harmless(value):
+            level = logging.WARNING if field.loud else logging.INFO
+            logger.log(level, "[trainer] %s: %s", name, field.text)
+        besides[new_name] = value
+    return ours, besides
+
+
+def of_transformers(args: Any) -> dict[str, Any]:
+    """What was set in an object of transformers' TrainingArguments, by name: all that differs from a
+    fresh object's."""
+    names = [field.name for field in dataclasses.fields(args)]
+    fresh = _fresh(args)
+    given: dict[str, Any] = {"output_dir": args.output_dir or "trainer_output"}
+    for name in names:
+        value = getattr(args, name)
+        if name == "output_dir" or _same(value, getattr(fresh, name, None)):
+            continue
+        if name in FIELDS or name in OLD_NAMES:
+            given[name] = value
+        # What a subclass added is its own Trainer's to read: args keeps it.
+    if getattr(args, "use_cpu", False):
+        given["use_cpu"] = True
+    return given
+
+
+def _fresh(args: Any) -> Any:
+    """An object with all defaults, on the same device: some defaults depend on it."""
+    on_cpu = {"use_cpu": True} if getattr(args, "use_cpu", False) else {}
+    for kind in type(args).__mro__:
+        try:
+            return kind(output_dir=args.output_dir, **on_cpu)
+        except TypeError:  # a subclass with arguments of its own
+            continue
+    raise Error(f"[trainer] cannot read {type(args).__name__}; give poise.TrainingArguments")
+
+
+def _same(value: Any, default: Any) -> bool:
+    try:
+        return bool(value == default) or repr(value) == repr(default)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,117 @@
+"""Samples become batches as transformers' Trainer makes them: unused keys go, lists become tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from poise._C import Error
+
+LABELS = ("label", "label_ids", "labels")
+
+
+def collate_for(
+    model: nn.Module, collate: Callable | None, processing_class: Any, remove_unused: bool
+) -> Callable:
+    """Makes a batch of a list of samples.
+
+    Args:
+      model: whose forward says which keys of a sample it takes.
+      collate: the user's; None: pads with a tokenizer where there is one, else stacks.
+      processing_class: a tokenizer or processor, or None.
+      remove_unused: whether keys that forward does not take are dropped.
+    """
+    if collate is None:
+        pads = hasattr(processing_class, "pad")
+        collate = Padded(processing_class) if pads else Stacked(_names(model))
+    return WithoutUnused(collate, _names(model)) if remove_unused else collate
+
+
+def _names(model: nn.Module) -> frozenset[str] | None:
+    """Of forward's arguments; None: it takes any."""
+    model = getattr(model, "_orig_mod", model)
+    base = getattr(model, "get_base_model", None)  # what peft wraps
+    parameters = inspect.signature((base() if base else model).forward).parameters
+    named = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return frozenset(named) if named else None
+
+
+class WithoutUnused:
+    """Drops the keys of dictionaries that forward does not take, then makes the batch."""
+
+    def __init__(self, collate: Callable, names: frozenset[str] | None) -> None:
+        self.collate, self._names = collate, names
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._names is None or not samples or not isinstance(samples[0], Mapping):
+            return self.collate(samples)
+        kept = [{k: v for k, v in s.items() if k in self._names or k in LABELS} for s in samples]
+        if not any(name in self._names for name in kept[0]):
+            raise Error(
+                f"[trainer] forward takes {', '.join(sorted(self._names))}, and a sample has "
+                f"{', '.join(map(str, samples[0]))}: nothing is left; rename the keys, or set "
+                "remove_unused_columns to False"
+            )
+        return self.collate(kept)
+
+
+class Stacked:
+    """Torch's own way, but lists of numbers become tensors, floats are fp32 and a label is called
+    labels, as in transformers, unless forward takes it by its own name."""
+
+    def __init__(self, names: frozenset[str] | None) -> None:
+        self._names = names or frozenset()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if not isinstance(samples[0], Mapping):
+            return default_collate(samples)
+        batch = {}
+        for name in samples[0]:
+            values = [sample[name] for sample in samples]
+            batch[self._called(name)] = _stacked(name, values)
+        return batch
+
+    def _called(self, name: str) -> str:
+        renamed = name in ("label", "label_ids") and name not in self._names
+        return "labels" if renamed else name
+
+
+class Padded:
+    """A tokenizer's pad(), as transformers' DataCollatorWithPadding."""
+
+    def __init__(self, processing_class: Any) -> None:
+        self._pads = processing_class
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if not isinstance(samples[0], Mapping):
+            return default_collate(samples)
+        batch = dict(self._pads.pad([dict(sample) for sample in samples], return_tensors="pt"))
+        for name in ("label", "label_ids"):
+            if name in batch:
+                batch["labels"] = batch.pop(name)
+        return batch
+
+
+def _stacked(name: str, values: list[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, (list, tuple, float)):
+        return default_collate(values)
+    try:
+        return torch.tensor(values)
+    except (TypeError, ValueError):
+        if not isinstance(first, (list, tuple)) or not first or not _is_number(first[0]):
+            return default_collate(values)
+        lengths = sorted({len(value) for value in values})
+        raise Error(
+            f"[trainer] '{name}' has samples of {lengths[0]} and of {lengths[-1]} numbers, which "
+            "make no tensor; give processing_class (a tokenizer) or data_collator, which pads them"
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))

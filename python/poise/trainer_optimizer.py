@@ -1,0 +1,93 @@
+"""A Trainer's torch optimizer and scheduler, where somebody gave or made one: the engine does their
+work, and they keep groups, settings and rates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from poise import _C, torch_optimizer
+from poise._C import Error, StepResult
+from poise.config import read_config
+from poise.schedule_arguments import to_schedule
+
+if TYPE_CHECKING:
+    from poise.engine import Engine
+    from poise.training_arguments import TrainingArguments
+
+
+class TorchOptimizer:
+    """Goes with one run.
+
+    Args:
+      optimizer: torch's AdamW, Adam or SGD over parameters of the model.
+      scheduler: steps after every applied update; None: rates stay.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Error(
+                f"[trainer] the optimizer is {type(optimizer).__name__}; give torch.optim.AdamW, "
+                "Adam or SGD, or none: then optim and learning_rate say it"
+            )
+        torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._tie: torch_optimizer.HandedOver | None = None
+
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The engine's settings with this optimizer in place of the arguments' own."""
+        optimizer = torch_optimizer.to_settings(self._optimizer)
+        limit = config["optimizer"]["max_grad_norm"]
+        return {
+            **config,
+            "optimizer": {**optimizer, "max_grad_norm": limit},
+            "schedule": {"type": "constant"},
+        }
+
+    def attach(self, engine: Engine) -> None:
+        self._tie = torch_optimizer.HandedOver(self._optimizer, engine, _steps_itself)
+
+    def before_update(self) -> None:
+        self._tie.give_settings()
+
+    def after_update(self, result: StepResult) -> None:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if result.applied and self._scheduler is not None:
+            if not isinstance(self._scheduler, plateau):
+                self._scheduler.step()
+
+    def after_evaluation(self, metrics: dict[str, float], metric: str) -> None:
+        """ReduceLROnPlateau watches an evaluation's metric."""
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(metrics[metric])
+
+
+def adamw(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
+    """What the arguments say, as an optimizer of torch: decay for matrices alone."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    kind = args.engine_optimizer
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=args.learning_rate)
+    made = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    betas = (args.adam_beta1, args.adam_beta2)
+    return made(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def scheduler(
+    optimizer: torch.optim.Optimizer, args: TrainingArguments, updates: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule that the arguments say, over the optimizer's own rates."""
+    config = read_config({"schedule": to_schedule(args, updates)})
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda applied: _C.schedule_multiplier(config, applied)
+    )
+
+
+def _steps_itself() -> None:
+    raise Error("[trainer] optimizer.step() in a Trainer's run; the Trainer makes the updates")
