@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -22,13 +23,30 @@ class MetricsLog:
         self.path = path
         self._file = open(path, "w" if fresh else "a", encoding="utf-8")
         self._echo = echo
+        with path.open("rb") as file:
+            self.lines = sum(1 for _ in file)
 
     def write(self, line: dict[str, Any]) -> None:
         text = json.dumps({key: _plain(value) for key, value in line.items()})
         self._file.write(text + "\n")
         self._file.flush()
+        self.lines += 1
         if self._echo is not None:
             print(text, file=self._echo, flush=True)
+
+    def go_on_after(self, lines: int) -> None:
+        """Drops what follows the first `lines`: a resumed run writes it again.
+
+        Through a new file that takes the old one's place, so that none of it is lost on the way.
+        """
+        new = self.path.with_name(self.path.name + ".new")
+        with self.path.open("rb") as old, new.open("wb") as kept:
+            first = list(itertools.islice(old, lines))
+            kept.writelines(first)
+        self._file.close()
+        new.replace(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")
+        self.lines = len(first)
 
     def close(self) -> None:
         self._file.close()
@@ -43,7 +61,12 @@ class MetricsLog:
 class NoMetrics:
     """In place of a MetricsLog on ranks that write nothing."""
 
+    lines = 0
+
     def write(self, line: dict[str, Any]) -> None:
+        pass
+
+    def go_on_after(self, lines: int) -> None:
         pass
 
     def __enter__(self) -> NoMetrics:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from poise._C import Error
 from poise._corpus import ByteCorpus, byte_corpus
 from poise.imported import Imported
 
+logger = logging.getLogger("poise")
 _OF_CORPORA = ("train", "validation", "suffix", "validation_fraction", "prefetch")
 
 
@@ -26,7 +28,9 @@ class RunData:
     """The data of a run.
 
     Attributes:
-      windows: without end; each the micro-batches of one update.
+      windows: without end; each the micro-batches of one update. `cursor` says where the next one
+        begins, `seek(cursor)` goes on there.
+      identity: what must be the same for a cursor to mean the same data.
       validation: makes the micro-batches of one validation; None: there is none.
       description: of the samples, for the banner.
       samples: of one epoch; None where the data does not say.
@@ -34,10 +38,11 @@ class RunData:
       shift_labels: as in poise.model_call.ModelCall.
     """
 
-    windows: Iterator[list[Any]]
+    windows: Any
     validation: Callable[[], Iterable[Any]] | None
     description: str
     samples: int | None
+    identity: dict[str, Any]
     update_tokens: int | None = None
     shift_labels: bool | None = None
 
@@ -77,10 +82,11 @@ def _of_corpora(settings: dict[str, Any], accumulation: int) -> RunData:
         prefetch=data["prefetch"],
     )
     return RunData(
-        windows=iter(windows),
+        windows=windows,
         validation=_validation(validation, settings),
         description=f"{len(train):,} samples of {length} bytes in {train.core.files} files",
         samples=len(train),
+        identity=_identity(len(train), settings) | {"sequence_length": length},
         update_tokens=batch["micro_batch_size"] * accumulation * length,
         shift_labels=False,  # targets are the next bytes already
     )
@@ -113,7 +119,8 @@ def _of_datasets(imported: Imported, settings: dict[str, Any], accumulation: int
             "model.import returned no eval_dataset; return one, or set it to 0"
         )
     if isinstance(data, IterableDataset):
-        batches = _repeated(DataLoader(data, batch_size=micro, generator=torch.Generator()))
+        loader = DataLoader(data, batch_size=micro, generator=torch.Generator())
+        windows = _Windows(lambda cursor: _skipped(_repeated(loader), cursor), accumulation, 1)
     else:
         order = _C.Sampler(
             samples,
@@ -121,16 +128,21 @@ def _of_datasets(imported: Imported, settings: dict[str, Any], accumulation: int
             shuffle=settings["data"]["shuffle"],
             run_on=True,
         )
+
         # A generator of its own: torch's global one is the model's dropout.
-        sampler = _EndlessBatches(order, micro)
-        batches = iter(DataLoader(data, batch_sampler=sampler, generator=torch.Generator()))
+        def batches(cursor: int) -> Iterator[Any]:
+            sampler = _EndlessBatches(order, micro, cursor)
+            return iter(DataLoader(data, batch_sampler=sampler, generator=torch.Generator()))
+
+        windows = _Windows(batches, accumulation, micro)
     if imported.eval_dataset is not None:
         _samples(imported.eval_dataset, "validate")
     return RunData(
-        windows=_windows(batches, accumulation),
+        windows=windows,
         validation=_validation(imported.eval_dataset, settings),
         description="data of unknown length" if samples is None else f"{samples:,} samples",
         samples=samples,
+        identity=_identity(samples, settings),
     )
 
 
@@ -150,11 +162,11 @@ def _samples(data: Any, use: str) -> int | None:
 class _EndlessBatches:
     """Index lists of micro-batches, epoch after epoch."""
 
-    def __init__(self, order: _C.Sampler, micro_batch_size: int) -> None:
-        self._order, self._size = order, micro_batch_size
+    def __init__(self, order: _C.Sampler, micro_batch_size: int, cursor: int) -> None:
+        self._order, self._size, self._cursor = order, micro_batch_size, cursor
 
     def __iter__(self) -> Iterator[list[int]]:
-        cursor = 0
+        cursor = self._cursor
         while True:
             yield self._order.indices(cursor, self._size)
             cursor = self._order.advance(cursor, self._size)
@@ -171,9 +183,40 @@ def _repeated(loader: DataLoader) -> Iterator[Any]:
             )
 
 
-def _windows(batches: Iterator[Any], accumulation: int) -> Iterator[list[Any]]:
-    while True:
-        yield list(itertools.islice(batches, accumulation))
+def _skipped(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """Iterable data has no index to seek to: it is read and dropped."""
+    if count > 0:
+        logger.warning("[cli] resuming iterable data by reading and dropping %d batches", count)
+    return itertools.islice(batches, count, None)
+
+
+class _Windows:
+    """Windows without end, of what `batches(cursor)` gives; `cursor` counts `step` per batch."""
+
+    def __init__(
+        self, batches: Callable[[int], Iterator[Any]], accumulation: int, step: int
+    ) -> None:
+        self._batches, self._accumulation, self._step = batches, accumulation, step
+        self.cursor = 0
+        self._open: Iterator[Any] | None = None
+
+    def __next__(self) -> list[Any]:
+        if self._open is None:
+            self._open = self._batches(self.cursor)
+        window = list(itertools.islice(self._open, self._accumulation))
+        self.cursor += self._accumulation * self._step
+        return window
+
+    def seek(self, cursor: int) -> None:
+        self.cursor, self._open = cursor, None
+
+
+def _identity(samples: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "samples": samples,
+        "seed": settings["engine"]["seed"],
+        "shuffle": settings["data"]["shuffle"],
+    }
 
 
 def _validation(

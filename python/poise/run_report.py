@@ -5,6 +5,7 @@ A test trains one model by both commands and compares text and metrics.jsonl lin
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -15,6 +16,17 @@ from poise.metrics_log import MetricsLog
 
 logger = logging.getLogger("poise")
 CLEAR_TO_END = "\x1b[K"
+_KEPT = {  # in a save -> attribute; sums go on to the bit
+    "updates": "updates",
+    "tokens": "_tokens",
+    "logged_updates": "_logged_updates",
+    "logged_loss": "_logged_loss",
+    "logged_tokens": "_logged_tokens",
+    "skipped": "_skipped",
+    "peak_bytes": "_peak_bytes",
+    "accounts": "_accounts",
+    "losses": "_losses",
+}
 
 
 class RunReport:
@@ -30,7 +42,8 @@ class RunReport:
         self._settings, self._accumulation, self._as_json = settings, accumulation, as_json
         path = Path(settings["train"]["output_dir"]) / "metrics.jsonl"
         try:
-            self._metrics = MetricsLog(path, fresh=True, echo=sys.stdout if as_json else None)
+            fresh = settings["state"]["resume"] == "none"
+            self._metrics = MetricsLog(path, fresh=fresh, echo=sys.stdout if as_json else None)
         except OSError as error:
             raise Error(
                 f"[cli] cannot write {path}: {error.strerror}; choose another train.output_dir"
@@ -116,6 +129,29 @@ class RunReport:
             peak = format_bytes(self._peak_bytes)
             rate = self._tokens_per_second()
             self.note(f"done: {self.updates} updates, {rate:.0f} tokens/s, peak {peak}")
+
+    def text(self) -> str:
+        """What a save keeps of the report."""
+        return json.dumps(
+            {name: getattr(self, attribute) for name, attribute in _KEPT.items()}
+            | {"lines": self._metrics.lines}
+        )
+
+    def go_on(self, text: str) -> None:
+        """The report of a resumed run goes on from what a save kept."""
+        try:
+            kept = json.loads(text)
+            for name, attribute in _KEPT.items():
+                setattr(self, attribute, kept[name])
+            self._metrics.go_on_after(kept["lines"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise Error(
+                f"[cli] the save does not say where its run was: {error}; resume from a save of "
+                "`poise train`"
+            ) from None
+
+    def begin_anew(self) -> None:
+        self._metrics.go_on_after(0)
 
     def _count(self, result: StepResult, seconds: float) -> None:
         self.updates += 1

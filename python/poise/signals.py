@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as exceptions, for a command that ends its run cleanly."""
+"""Ctrl-C, SIGTERM and Slurm's SIGUSR1 as exceptions, for a command that ends its run cleanly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+
+SAVE_FIRST = (signal.SIGTERM, signal.SIGUSR1)  # ask a run that saves for a save and its end
 
 
 class Interrupted(KeyboardInterrupt):
@@ -16,26 +18,67 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+class Signals:
+    """What has come; raised where the run is ready for it."""
+
+    def __init__(self) -> None:
+        self.save_asked: int | None = None
+
+    def check(self) -> None:
+        """Raises Interrupted where a signal has asked for a save, once."""
+        if self.save_asked is not None:
+            number, self.save_asked = self.save_asked, None
+            raise Interrupted(number)
+
+
 @contextlib.contextmanager
-def signals_raised() -> Iterator[None]:
+def saves_noted() -> Iterator[Signals]:
+    """While it is open SIGTERM and SIGUSR1 are noted, once, unless the program has handlers for them."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+
+    def note(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        signals.save_asked = number
+
+    ours = [number for number in SAVE_FIRST if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, note)
+    try:
+        yield signals
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_raised(saves: bool = False) -> Iterator[Signals]:
     """While it is open SIGINT and SIGTERM raise Interrupted, once; a second one ends the process.
 
-    On other threads than the main one, which gets no signals, it does nothing.
+    In a run that saves, SIGTERM and SIGUSR1 are only noted: `check` raises them. On other threads than
+    the main one, which gets no signals, it does nothing.
     """
+    signals = Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield signals
         return
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if saves else []))
+    old = {number: signal.getsignal(number) for number in numbers}
 
     def interrupt(number: int, frame: object) -> None:
         for known in old:
             signal.signal(known, signal.SIG_DFL)
-        raise Interrupted(number)
+        if saves and number in SAVE_FIRST:
+            signals.save_asked = number
+        else:
+            raise Interrupted(number)
 
     for number in old:
         signal.signal(number, interrupt)
     try:
-        yield
+        yield signals
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -31,8 +31,9 @@ from poise.model_call import ModelCall
 from poise.profiling import Profiling
 from poise.run_file import RunFile
 from poise.run_report import RunReport
+from poise.run_state import RunState
 from poise.seeding import seed_everything
-from poise.signals import Interrupted, signals_raised
+from poise.signals import Interrupted, Signals, signals_raised
 from poise.update import step
 
 
@@ -53,11 +54,16 @@ def train(file: RunFile, as_json: bool = False) -> int:
     is_open = is_open and batch["global_batch_size"] > 0 and settings["memory"]["budget_bytes"] > 0
     batch["micro_batch_size"] = batch["micro_batch_size"] or 1
     accumulation = _accumulation(settings["batch"])
-    with signals_raised(), RunReport(settings, accumulation, as_json) as report:
-        run = _Run(file, settings, accumulation, report, is_open)
+    saves = settings["state"]["save_every"] > 0
+    with (
+        signals_raised(saves) as signals,
+        RunReport(settings, accumulation, as_json) as report,
+    ):
+        run = _Run(file, settings, accumulation, report, signals, is_open)
         try:
             run.go()
         except Interrupted as interrupted:
+            run.save_at_signal(interrupted)
             words = f"ended by signal {interrupted.number}"
             report.note(words)
             report.finish(words, run.held())
@@ -78,13 +84,20 @@ class _Run:
         settings: dict[str, Any],
         accumulation: int,
         report: RunReport,
+        signals: Signals,
         balance_is_open: bool = False,
     ) -> None:
         self._file, self._settings, self._report = file, settings, report
+        self._signals = signals
         self._accumulation = accumulation
         self._balance_is_open, self._found = balance_is_open, None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._engine: Engine | None = None
+        self._state: RunState | None = None
+
+    def save_at_signal(self, interrupted: Interrupted) -> None:
+        if self._state is not None:
+            self._state.save_at_signal(interrupted)
 
     def go(self) -> None:
         self._set_up()
@@ -115,6 +128,9 @@ class _Run:
         if self._engine is None:
             self._engine = Engine(self._model, file.config)
         self._model.train()
+        state = RunState(settings, self._engine, self._data, self._report)
+        state.resume()
+        self._state = state
 
     def _find_balance(self, made: imported.Imported) -> None:
         settings, batch = self._settings, self._settings["batch"]
@@ -156,11 +172,13 @@ class _Run:
         folder, every = Path(train["output_dir"]), train["validate_every"]
         trace = Profiling(train["profile_updates"], folder, name="trace.json")
         try:
-            for number in range(1, train["max_updates"] + 1):
+            for number in range(self._report.updates + 1, train["max_updates"] + 1):
                 trace.before(number)
                 begin = time.perf_counter()
+                self._state.open_window()
                 window = next(self._data.windows)
                 result = step(self._engine, window, self._loss, number == 1, self._report.note)
+                self._state.close_window()
                 self._report.update(result, time.perf_counter() - begin)
                 if number == 1 and self._found is not None:
                     for line in trainer_balance.compared(self._found, result):
@@ -169,10 +187,14 @@ class _Run:
                     self._report.note(f"  trace written to {trace.path}")
                 if every > 0 and number % every == 0 and number < train["max_updates"]:
                     self._validate()
+                self._state.save_if_due()
+                self._signals.check()
+            self._state.save_at_end()
         finally:
             trace.close()
 
     def _loss(self, batch: Any) -> Loss:
+        self._signals.check()
         return self._call(trainer_data.to_device(batch, self._device))
 
     def _validate(self) -> None:

@@ -1,4 +1,5 @@
-// Ctrl-C and SIGTERM during a run: noted by a handler, acted on between micro-batches and in waits.
+// Ctrl-C, SIGTERM and Slurm's SIGUSR1 during a run: noted by a handler, acted on between
+// micro-batches and in waits, or, where all ranks must save first, between updates.
 #pragma once
 
 #include <csignal>
@@ -8,20 +9,27 @@
 namespace poise::cli {
 
 // While it lives, SIGINT and SIGTERM are noted instead of ending the process; a second one does end
-// it.
+// it. SIGUSR1 too in a run that saves.
 class InterruptScope {
  public:
-  InterruptScope();
+  explicit InterruptScope(bool saves);
   ~InterruptScope();
   InterruptScope(const InterruptScope&) = delete;
   InterruptScope& operator=(const InterruptScope&) = delete;
 
   // Throws Interrupted if a signal has come.
   void check() const;
+  // From now on not for those that ask for a save: other ranks are in the same update.
+  void put_saves_off();
+  // The signal that asks for a save and the end of the run, once; 0: none has come.
+  int take_save();
+  static bool asks_for_save(int signal);
 
  private:
+  bool saves_;
   struct sigaction old_int_;
   struct sigaction old_term_;
+  struct sigaction old_user_;
   void (*old_check_)();
 };
 

@@ -40,7 +40,8 @@ Report::Report(const Config& config, Output output, int ranks)
     : config_(config),
       output_(output),
       ranks_(ranks),
-      metrics_(config.train.output_dir, output),
+      metrics_(config.train.output_dir, output,
+               config.state.resume == "none" ? Metrics::Old::replaced : Metrics::Old::kept),
       terminal_(output == Output::text && isatty(STDOUT_FILENO) != 0) {
   // Lines of the log would be written into the live line.
   old_sink_ = log::set_sink([this](log::Level level, const std::string& text) {

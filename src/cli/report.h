@@ -31,6 +31,12 @@ class Report {
   void sample(const std::string& prompt, const std::string& text);
   void note(const std::string& line);
 
+  // What a save keeps of the report, and a resumed run's that goes on from it.
+  std::string text() const;
+  void go_on(const std::string& text);
+  void begin_anew();
+  std::int64_t updates() const { return updates_; }
+
   // The last line of metrics.jsonl and of the text. `error`: why the run did not come to its end.
   // `held`: the books of a run that failed before any update was reported.
   void finish(const std::optional<std::string>& error, const std::optional<memory::Snapshot>& held);

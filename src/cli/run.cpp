@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "cli/doctor.h"
+#include "cli/inspect.h"
 #include "cli/plan.h"
 #include "cli/train.h"
 #include "poise/cli.h"
@@ -25,6 +26,7 @@ struct Arguments {
   bool reference = false;
   std::string print;
   PlanArguments plan;
+  InspectArguments inspect;
 };
 
 void describe_plan(CLI::App& app, PlanArguments& arguments) {
@@ -58,6 +60,18 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
       "The exit code is 1 where the plan does not fit.");
 }
 
+void describe_inspect(CLI::App& app, InspectArguments& arguments) {
+  auto* inspect = app.add_subcommand(
+      "inspect", "Show what saves hold and check every byte; compare two; take out the model");
+  inspect->add_option("path", arguments.path, "a save, or a directory of saves")->required();
+  auto* other = inspect->add_option("other", arguments.other, "a save to compare it with");
+  inspect
+      ->add_option("--export", arguments.export_file,
+                   "a safetensors file that gets the model: its own names, shapes and types")
+      ->excludes(other);
+  inspect->footer("The exit code is 1 where a save is damaged or two differ.");
+}
+
 void describe(CLI::App& app, Arguments& arguments) {
   app.set_version_flag("--version", version_line());
   app.require_subcommand(1);
@@ -72,6 +86,7 @@ void describe(CLI::App& app, Arguments& arguments) {
   train->add_flag("--json", arguments.json, "JSON lines instead of text on standard output");
 
   describe_plan(app, arguments.plan);
+  describe_inspect(app, arguments.inspect);
 
   auto* config = app.add_subcommand("config", "Show settings");
   auto* reference =
@@ -98,6 +113,7 @@ int dispatch(const CLI::App& app, const Arguments& arguments) {
     }
     return plan(arguments.plan, std::cout);
   }
+  if (app.got_subcommand("inspect")) return inspect(arguments.inspect, std::cout);
   if (app.got_subcommand("doctor")) {
     doctor(std::cout);
     return 0;

@@ -13,6 +13,7 @@
 #include "cli/interrupt.h"
 #include "cli/report.h"
 #include "cli/run_plan.h"
+#include "cli/run_state.h"
 #include "cli/trace.h"
 #include "poise/checkpointing.h"
 #include "poise/comm.h"
@@ -67,8 +68,9 @@ std::shared_ptr<ByteGpt> build_model(const Config& config, c10::Device device) {
   return model;
 }
 
-data::WindowLoader open_loader(const Config& config, std::shared_ptr<const data::ByteCorpus> corpus,
-                               const comm::Group& group) {
+std::unique_ptr<data::WindowLoader> open_loader(const Config& config,
+                                                std::shared_ptr<const data::ByteCorpus> corpus,
+                                                const comm::Group& group) {
   data::SamplerOptions sampler;
   sampler.seed = config.engine.seed;
   sampler.ranks = group.size();
@@ -79,7 +81,7 @@ data::WindowLoader open_loader(const Config& config, std::shared_ptr<const data:
   window.micro_batch_size = config::micro_batch_size(config.batch);
   window.accumulation = config::accumulation(config.batch, group.size());
   window.prefetch = config.data.prefetch;
-  return {std::move(corpus), sampler, window};
+  return std::make_unique<data::WindowLoader>(std::move(corpus), sampler, window);
 }
 
 std::shared_ptr<comm::Group> join_group(const Config& config) {
@@ -106,7 +108,8 @@ Balance balance(const Config& config, const comm::Group& group) {
 class Run {
  public:
   Run(const Config& config, Output output)
-      : group_(join_group(config)),
+      : interrupt_(config.state.save_every > 0),
+        group_(join_group(config)),
         balance_(balance(config, *group_)),
         report_(config_, group_->rank() == 0 ? output : Output::nothing, group_->size()) {}
 
@@ -129,6 +132,8 @@ class Run {
   Corpora corpora_;
   std::shared_ptr<ByteGpt> model_;
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<data::WindowLoader> loader_;
+  std::unique_ptr<RunState> state_;
 };
 
 void Run::set_up() {
@@ -143,6 +148,9 @@ void Run::set_up() {
   report_.banner(balance_.lines);
   engine_ = std::make_unique<Engine>(model_view, config_, group_);
   model_->bind(*engine_);
+  loader_ = open_loader(config_, corpora_.train, *group_);
+  state_ = std::make_unique<RunState>(config_, *engine_, *loader_, report_, interrupt_);
+  state_->resume();
 }
 
 StepResult Run::update(std::vector<data::Batch>& window) {
@@ -154,15 +162,16 @@ StepResult Run::update(std::vector<data::Batch>& window) {
 
 void Run::loop() {
   using Clock = std::chrono::steady_clock;
-  auto loader = open_loader(config_, corpora_.train, *group_);
   Trace trace(config_.train.profile_updates,
               (std::filesystem::path(config_.train.output_dir) / "trace.json").string());
-  for (std::int64_t number = 1; number <= config_.train.max_updates; ++number) {
+  for (auto number = report_.updates() + 1; number <= config_.train.max_updates; ++number) {
     trace.before(number);
     const auto begin = Clock::now();
-    auto window = loader.next();
+    state_->open_window();
+    auto window = loader_->next();
     POISE_CHECK(window.has_value());  // epochs have no end here
     const auto result = update(*window);
+    state_->close_window();
     report_.update(result, std::chrono::duration<double>(Clock::now() - begin).count());
     if (number == 1 && !balance_.lines.empty()) {
       report_.compared(balance_.plan.memory, result.peak_bytes, result.accounts);
@@ -170,7 +179,9 @@ void Run::loop() {
     if (trace.after(number)) report_.note("  trace written to " + trace.path());
     const auto every = config_.train.validate_every;
     if (every > 0 && number % every == 0 && number < config_.train.max_updates) validate();
+    state_->save_if_due();
   }
+  state_->save_at_end();
 }
 
 void Run::validate() {
@@ -224,6 +235,7 @@ int Run::go() {
     report_.finish(std::nullopt, std::nullopt);
     return 0;
   } catch (const Interrupted& interrupted) {
+    if (state_) state_->save_at_signal(interrupted.signal);
     group_->abort("ended by signal " + std::to_string(interrupted.signal));
     report_.note("ended by signal " + std::to_string(interrupted.signal));
     report_.finish("ended by signal " + std::to_string(interrupted.signal), held());

@@ -262,6 +262,17 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(train.sample_bytes), integer(0), "bytes of text generated at the end"),
       key(POISE_FIELD(train.profile_updates), integers(1),
           "[first, last]: a trace of these updates is written; empty: none"),
+
+      key(POISE_FIELD(state.save_every), integer(0),
+          "updates between two saves, into output_dir/state, and one at the end; 0: none"),
+      key(POISE_FIELD(state.save_total_limit), integer(0),
+          "saves that stay, the newest ones; 0: all"),
+      key(POISE_FIELD(state.resume), filled_text(),
+          "none; auto: from the latest save of output_dir, where there is one; else the path of a "
+          "save"),
+      key(POISE_FIELD(state.asynchronous), flag(), "saves are written while the training goes on"),
+      key(POISE_FIELD(state.staging_bytes), byte_count(),
+          "host memory that an asynchronous save may hold; a larger one waits for the disk"),
   };
 }
 
@@ -285,6 +296,7 @@ const std::vector<Section>& sections() {
        "other keys ([first run](first_run.md))."},
       {"data", "What `poise train` reads."},
       {"train", "Length, log and output of `poise train`."},
+      {"state", "Saving and resuming ([state_format.md](state_format.md))."},
   };
   return all;
 }

@@ -158,6 +158,13 @@ void check_train(const TrainPolicy& train) {
   }
 }
 
+void check_state(const StatePolicy& state) {
+  only_for(state.save_every > 0, state.save_total_limit != 0, "state.save_total_limit",
+           "state.save_every above 0");
+  only_for(state.asynchronous, state.staging_bytes != StatePolicy{}.staging_bytes,
+           "state.staging_bytes", "state.asynchronous");
+}
+
 }  // namespace
 
 bool reduces_every_micro_batch(const ZeroPolicy& zero) {
@@ -202,6 +209,7 @@ void Config::validate() const {
   config::check_offload(offload);
   config::check_model(model);
   config::check_train(train);
+  config::check_state(state);
 }
 
 }  // namespace poise

@@ -1,0 +1,52 @@
+"""The random generators of a process: torch's are the engine's to save, Python's and numpy's are not."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Snapshot:
+    """All generators as they are now, to go back to: what an open window has drawn is drawn again."""
+
+    def __init__(self) -> None:
+        self._own = own_texts()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        take_texts(self._own)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def own_texts() -> dict[str, str]:
+    """Python's and numpy's generators as texts, for Engine.save(own=...)."""
+    version, words, gauss = random.getstate()
+    texts = {"random": json.dumps([version, list(words), gauss])}
+    if "numpy" in sys.modules:
+        name, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+        state = [str(name), [int(word) for word in words], int(position), int(has_gauss), gauss]
+        texts["numpy.random"] = json.dumps(state)
+    return texts
+
+
+def take_texts(own: Mapping[str, str]) -> None:
+    """Sets them as `own_texts` found them; what is missing stays as it is."""
+    if "random" in own:
+        version, words, gauss = json.loads(own["random"])
+        random.setstate((version, tuple(words), gauss))
+    if "numpy.random" in own:
+        import numpy
+
+        name, words, position, has_gauss, gauss = json.loads(own["numpy.random"])
+        state: tuple[Any, ...] = (
+            name, numpy.array(words, dtype=numpy.uint32), position, has_gauss, gauss,
+        )  # fmt: skip
+        numpy.random.set_state(state)

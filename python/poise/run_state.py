@@ -1,0 +1,97 @@
+"""The saves of `poise train` of a model of Python: the twin of src/cli/run_state.cpp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from poise import _C, generators
+from poise._C import Error
+from poise.engine import Engine
+from poise.run_data import RunData
+from poise.run_report import RunReport
+from poise.signals import SAVE_FIRST, Interrupted
+
+
+class RunState:
+    """When saves are made, what they hold besides the engine's own, how a run goes on from one."""
+
+    def __init__(
+        self, settings: dict[str, Any], engine: Engine, data: RunData, report: RunReport
+    ) -> None:
+        self._policy, self._engine, self._data, self._report = (
+            settings["state"],
+            engine,
+            data,
+            report,
+        )
+        self._every = self._policy["save_every"]
+        self._folder = Path(settings["train"]["output_dir"]) / "state"
+        self._saved = -1  # updates at the last save
+        self._open: tuple[int, generators.Snapshot] | None = None  # where the open window began
+
+    def resume(self) -> None:
+        """As state.resume says, before the first window."""
+        path = self._policy["resume"]
+        if path == "none":
+            return
+        if path == "auto":
+            path = _C.find_save(str(self._folder))
+            if not path:
+                self._report.begin_anew()
+                self._report.note(f"  no save in {self._folder}: a new run")
+                return
+        loaded = self._engine.load(path)
+        identity = json.dumps(self._data.identity)
+        if loaded.cursor is None or loaded.user.get("data") != identity:
+            raise Error(
+                f"[cli] {loaded.path} was made with other data: {loaded.user.get('data', '')}, and "
+                f"this run has {identity}; resume with the same data and seed"
+            )
+        self._report.go_on(loaded.user.get("report", ""))
+        self._data.windows.seek(loaded.cursor)
+        generators.take_texts(loaded.own)
+        self._saved = self._report.updates
+        self._report.note(f"  resumed from {loaded.path} after update {self._report.updates}")
+
+    def open_window(self) -> None:
+        if self._every > 0:
+            self._open = (self._data.windows.cursor, generators.Snapshot())
+
+    def close_window(self) -> None:
+        self._open = None
+
+    def save_if_due(self) -> None:
+        if self._every > 0 and self._report.updates % self._every == 0:
+            self._save()
+
+    def save_at_end(self) -> None:
+        if self._every > 0:
+            self._save()
+        self._engine.finish_save()
+
+    def save_at_signal(self, interrupted: Interrupted) -> None:
+        """A window that was open is given back: its samples and random numbers come again."""
+        if self._every == 0 or interrupted.number not in SAVE_FIRST:
+            return
+        if self._open is not None:
+            self._engine.discard_window()
+            cursor, snapshot = self._open
+            self._data.windows.seek(cursor)
+            snapshot.restore()
+        self._save()
+        self._engine.finish_save()
+        self._report.note(f"  saved after update {self._report.updates} in {self._folder}")
+
+    def _save(self) -> None:
+        if self._saved == self._report.updates:
+            return
+        self._saved = self._report.updates
+        self._engine.save(
+            self._folder,
+            cursor=self._data.windows.cursor,
+            user={"report": self._report.text(), "data": json.dumps(self._data.identity)},
+            own=generators.own_texts(),
+            total_limit=self._policy["save_total_limit"],
+        )

@@ -1,0 +1,151 @@
+"""`poise train` of a Python model, saved and resumed: the lines of the unbroken run, to the bit."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import poise
+import pytest
+import torch
+from poise import _C, cli
+from terminal import environment
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 2)
+        )
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, i):
+        noise = torch.rand(3)  # augmentation by torch's own generator
+        return {"x": torch.tensor([i / 23.0, 1.0, -1.0]) + 0.1 * noise, "labels": torch.tensor(i % 2)}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(8):
+            yield {"x": torch.full((3,), float(i)), "labels": torch.tensor(i % 2)}
+
+
+def rows(width=8):
+    return Net(width), Rows()
+
+
+def stream(width=8):
+    return Net(width), Stream()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny: several wait for each other
+    yield tmp_path
+    torch.set_num_threads(threads)
+    sys.modules.pop("nets", None)
+
+
+def train(folder, function, *changes):
+    document = {
+        "model": {"import": f"nets:{function}"},
+        "batch": {"micro_batch_size": 2, "accumulation": 3},
+        "optimizer": {"lr": 0.05},
+        "schedule": {"type": "cosine", "warmup_updates": 2, "total_updates": 13},
+        "train": {"max_updates": 13, "log_every": 4},
+    }
+    (folder / "run.json").write_text(json.dumps(document))
+    parts = [part for change in changes for part in ("--set", change)]
+    return cli.main(["train", str(folder / "run.json"), *parts])
+
+
+def lines_of(folder, out):
+    measured = ("tokens_per_second", "tokens_per_s", "peak_bytes", "accounts")
+    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+
+
+@pytest.mark.parametrize("function", ["rows", "stream"])
+def test_every_save_is_resumed_to_the_bit(folder, function):
+    assert train(folder, function, "train.output_dir=whole") == 0
+    want = lines_of(folder, "whole")
+    assert train(folder, function, "train.output_dir=part", "state.save_every=3") == 0
+    assert lines_of(folder, "part") == want
+    saves = _C.list_saves("part/state")
+    assert len(saves) == 5  # 3, 6, 9, 12 and the end
+    for save in saves:
+        assert train(folder, function, "train.output_dir=part", f"state.resume={save}") == 0
+        assert lines_of(folder, "part") == want
+
+
+def test_auto_begins_and_goes_on(folder, capsys):
+    changes = ("train.output_dir=out", "state.save_every=4", "state.resume=auto")
+    assert train(folder, "rows", *changes, "train.max_updates=6") == 0
+    assert "no save in out/state: a new run" in capsys.readouterr().out
+    assert train(folder, "rows", *changes) == 0
+    assert "resumed from out/state/update-00000006 after update 6" in capsys.readouterr().out
+    assert train(folder, "rows", "train.output_dir=whole") == 0
+    assert lines_of(folder, "out")[-1]["losses"] == lines_of(folder, "whole")[-1]["losses"]
+
+
+def test_other_data_is_refused(folder, capsys):
+    assert train(folder, "rows", "train.output_dir=out", "state.save_every=4") == 0
+    changes = ("train.output_dir=out", "state.resume=auto", "engine.seed=9")
+    assert train(folder, "rows", *changes) == 1
+    assert "was made with other data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_first(folder, number):
+    changes = ("train.max_updates=120", "schedule.total_updates=120", "state.resume=auto")
+    assert train(folder, "stream", "train.output_dir=whole", *changes) == 0
+    command = [sys.executable, "-m", "poise", "train", "run.json"]
+    for change in ("train.output_dir=out", "state.save_every=100000", *changes):
+        command += ["--set", change]
+    process = subprocess.Popen(
+        command, env=environment() | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        metrics, end = folder / "out" / "metrics.jsonl", time.monotonic() + 300
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, out
+    assert "saved after update" in out
+    assert train(folder, "stream", "train.output_dir=out", *changes) == 0
+    # BatchNorm's statistics hold the window that was given back: of no weight in training losses.
+    assert lines_of(folder, "out")[-1]["losses"] == lines_of(folder, "whole")[-1]["losses"]
+
+
+def test_a_damaged_save_is_an_error(folder, capsys):
+    assert train(folder, "rows", "train.output_dir=out", "state.save_every=4") == 0
+    shard = folder / "out/state/update-00000013/rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert train(folder, "rows", "train.output_dir=out", "state.resume=auto") == 1
+    assert "rank-00000.safetensors is damaged" in capsys.readouterr().err
+    assert poise._C.find_save("out/state").endswith("update-00000013")

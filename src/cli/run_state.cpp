@@ -1,0 +1,126 @@
+// Saving and resuming a run.
+#include "cli/run_state.h"
+
+#include <ATen/ops/full.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "poise/state.h"
+#include "state/random.h"
+
+namespace poise::cli {
+
+RunState::RunState(const Config& config, Engine& engine, data::WindowLoader& loader, Report& report,
+                   InterruptScope& interrupt)
+    : config_(config),
+      saves_(config.state.save_every > 0),
+      engine_(engine),
+      loader_(loader),
+      report_(report),
+      interrupt_(interrupt),
+      directory_((std::filesystem::path(config.train.output_dir) / "state").string()) {
+  if (saves_ && engine.group().size() > 1) interrupt_.put_saves_off();
+}
+
+// What must be the same for a cursor to mean the same data.
+std::string RunState::data_identity() const {
+  const auto& sampler = loader_.sampler();
+  return nlohmann::ordered_json{{"samples", sampler.size()},
+                                {"seed", sampler.options().seed},
+                                {"shuffle", sampler.options().order == data::Order::shuffled},
+                                {"sequence_length", config_.model.sequence_length}}
+      .dump();
+}
+
+void RunState::resume() {
+  const auto& wanted = config_.state.resume;
+  if (wanted == "none") return;
+  auto path = wanted;
+  if (wanted == "auto") {  // as rank 0 sees it
+    path = engine_.group().all_gather_text(state::find(directory_), "the save to resume").front();
+    if (path.empty()) {
+      report_.begin_anew();
+      report_.note("  no save in " + directory_ + ": a new run");
+      return;
+    }
+  }
+  const auto loaded = engine_.load(path);
+  const auto text = [&](const char* key) {
+    const auto found = loaded.user.find(key);
+    return found == loaded.user.end() ? std::string() : found->second;
+  };
+  if (!loaded.cursor || text("data") != data_identity()) {
+    fail("cli", loaded.path, " was made with other data: ", text("data"), ", and this run has ",
+         data_identity(), "; resume with the same data and seed");
+  }
+  report_.go_on(text("report"));
+  loader_.seek(*loaded.cursor);
+  saved_ = report_.updates();
+  report_.note(join("  resumed from ", loaded.path, " after update ", report_.updates()));
+}
+
+void RunState::open_window() {
+  in_window_ = true;
+  if (!saves_) return;
+  cursor_ = loader_.cursor();
+  random_.clear();
+  for (const auto& piece : state::random_states(engine_.group().device())) {
+    random_.push_back(piece.values);
+  }
+}
+
+void RunState::save() {
+  if (std::exchange(saved_, report_.updates()) == report_.updates()) return;
+  state::SaveOptions options;
+  options.cursor = loader_.cursor();
+  options.user = {{"report", report_.text()}, {"data", data_identity()}};
+  options.total_limit = config_.state.save_total_limit;
+  engine_.save(directory_, options);
+}
+
+int RunState::asked_on_any_rank() {
+  const int mine = interrupt_.take_save();
+  auto& group = engine_.group();
+  if (group.size() == 1) return mine;
+  const auto asked = at::full({1}, mine != 0 ? 1.0F : 0.0F,
+                              at::TensorOptions().dtype(at::kFloat).device(group.device()));
+  const auto done = group.all_reduce(asked, "whether a rank shall save and end");
+  done.wait();
+  done.synchronize();
+  if (asked.item<float>() == 0) return 0;
+  return mine != 0 ? mine : SIGTERM;
+}
+
+void RunState::save_if_due() {
+  if (!saves_) return;
+  if (report_.updates() % config_.state.save_every == 0) save();
+  if (const int signal = asked_on_any_rank()) {
+    save();
+    engine_.finish_save();
+    report_.note(join("  saved after update ", report_.updates(), " in ", directory_));
+    throw Interrupted{signal};
+  }
+}
+
+void RunState::save_at_end() {
+  if (saves_) save();
+  engine_.finish_save();
+}
+
+void RunState::save_at_signal(int signal) {
+  if (!saves_ || engine_.group().size() > 1 || interrupt_.take_save() != signal) return;
+  if (std::exchange(in_window_, false)) {
+    engine_.discard_window();
+    loader_.seek(cursor_);
+    const auto devices = state::generators_of(engine_.group().device());
+    for (std::size_t i = 0; i < random_.size(); ++i)
+      state::set_random_state(devices[i], random_[i]);
+  }
+  save();
+  engine_.finish_save();
+  report_.note(join("  saved after update ", report_.updates(), " in ", directory_));
+}
+
+}  // namespace poise::cli

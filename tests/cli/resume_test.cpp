@@ -1,0 +1,192 @@
+// `poise train` that saves and is resumed: the lines of the run that was never stopped, to the bit.
+#include <ATen/Parallel.h>
+#include <gmock/gmock.h>
+#include <signal.h>
+
+#include <atomic>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "command.h"
+#include "poise/state.h"
+#include "support/temp_folder.h"
+
+namespace poise::cli {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Json = nlohmann::ordered_json;
+
+class Resumed : public ::testing::Test {
+ protected:
+  void TearDown() override { at::set_num_threads(threads_); }
+  void SetUp() override {
+    at::set_num_threads(1);  // the model is tiny: several wait for each other
+    std::string text;
+    for (int i = 0; i < 37; ++i) text += "the cat sat on the mat, " + std::to_string(i % 7) + "\n";
+    const Json config = {
+        {"batch", {{"micro_batch_size", 2}, {"accumulation", 3}}},
+        {"optimizer", {{"lr", 3e-3}}},
+        {"schedule", {{"type", "cosine"}, {"warmup_updates", 2}}},
+        // 48 samples: an update of 6 ends in the middle of an epoch but at every eighth.
+        {"model",
+         {{"layers", 2}, {"width", 16}, {"heads", 2}, {"sequence_length", 16}, {"dropout", 0.2}}},
+        {"data",
+         {{"train", Json::array({folder_.write("text.txt", text)})}, {"validation_fraction", 0.2}}},
+        {"train", {{"max_updates", 13}, {"log_every", 4}, {"validate_every", 5}}},
+    };
+    folder_.write("run.json", config.dump());
+  }
+
+  Outcome train(const std::string& out, const std::vector<std::string>& settings) {
+    std::vector<std::string> arguments{"train", folder_ / "run.json", "--set",
+                                       "train.output_dir=" + folder_ / out};
+    for (const auto& setting : settings) {
+      arguments.push_back("--set");
+      arguments.push_back(setting);
+    }
+    return command(arguments);
+  }
+
+  // Without what a clock measures.
+  std::vector<Json> lines(const std::string& out) {
+    std::vector<Json> all;
+    std::ifstream file(folder_ / out + "/metrics.jsonl");
+    for (std::string line; std::getline(file, line);) {
+      all.push_back(Json::parse(line));
+      for (const auto* key : {"tokens_per_second", "tokens_per_s", "peak_bytes", "accounts"}) {
+        all.back().erase(key);
+      }
+    }
+    return all;
+  }
+
+  std::string operator/(const std::string& name) const { return folder_ / name; }
+  const int threads_ = at::get_num_threads();
+  testing::TempFolder folder_;
+};
+
+TEST_F(Resumed, GoesOnAsIfItHadNeverStopped) {
+  ASSERT_EQ(train("whole", {}).err, "");
+  const auto want = lines("whole");
+  ASSERT_EQ(want.back()["losses"].size(), 13u);
+  for (const int stop : {3, 6, 11}) {
+    SCOPED_TRACE(stop);
+    const auto out = "part" + std::to_string(stop);
+    const std::vector<std::string> settings{"state.save_every=3", "state.resume=auto",
+                                            "schedule.total_updates=13"};
+    auto first = settings;
+    first.push_back("train.max_updates=" + std::to_string(stop));
+    const auto begun = train(out, first);
+    ASSERT_EQ(begun.code, 0) << begun.err;
+    EXPECT_THAT(begun.out, HasSubstr("no save in "));
+    const auto resumed = train(out, settings);
+    ASSERT_EQ(resumed.code, 0) << resumed.err;
+    EXPECT_THAT(resumed.out, HasSubstr("resumed from "));
+    const auto got = lines(out);
+    EXPECT_EQ(got.back()["losses"], want.back()["losses"]);
+    EXPECT_EQ(got.back()["val_loss"], want.back()["val_loss"]);
+  }
+}
+
+// What a save in the middle of the run is resumed from, lines and all.
+TEST_F(Resumed, FromASaveInTheMiddle) {
+  ASSERT_EQ(train("whole", {}).err, "");
+  ASSERT_EQ(train("part", {"state.save_every=3"}).code, 0);
+  const auto saves = state::list(*this / "part/state");
+  ASSERT_EQ(saves.size(), 5u);  // 3, 6, 9, 12 and the end
+  EXPECT_EQ(lines("part"), lines("whole"));
+  for (const auto& save : saves) {
+    const auto resumed = train("part", {"state.resume=" + save});
+    ASSERT_EQ(resumed.code, 0) << resumed.err;
+    EXPECT_EQ(lines("part"), lines("whole")) << save;
+  }
+}
+
+TEST_F(Resumed, KeepsTheNewestSaves) {
+  ASSERT_EQ(train("out", {"state.save_every=2", "state.save_total_limit=2"}).code, 0);
+  const auto saves = state::list(*this / "out/state");
+  ASSERT_EQ(saves.size(), 2u);
+  EXPECT_THAT(saves[0], HasSubstr("update-00000012"));
+  EXPECT_THAT(saves[1], HasSubstr("update-00000013"));
+}
+
+// The open window is given back: its samples come again, its random numbers too.
+TEST_F(Resumed, AfterASignalToo) {
+  ASSERT_EQ(train("whole", {"train.max_updates=40"}).code, 0);
+  const auto want = lines("whole").back()["losses"];
+  for (const int signal : {SIGTERM, SIGUSR1}) {
+    SCOPED_TRACE(signal);
+    const auto out = "signal" + std::to_string(signal);
+    std::atomic<bool> over = false;
+    std::thread sender([&] {  // once the handlers are in place, which the first line shows
+      while (!over && lines(out).empty()) std::this_thread::yield();
+      if (!over) kill(getpid(), signal);
+    });
+    const std::vector<std::string> settings{"train.max_updates=40", "state.save_every=1000",
+                                            "state.resume=auto"};
+    const auto stopped = train(out, settings);
+    over = true;
+    sender.join();
+    ASSERT_EQ(stopped.code, 128 + signal) << stopped.err;
+    EXPECT_THAT(stopped.out, HasSubstr("saved after update "));
+    const auto updates = lines(out).back()["updates"].get<int>();
+    EXPECT_LT(updates, 40);
+    const auto resumed = train(out, settings);
+    ASSERT_EQ(resumed.code, 0) << resumed.err;
+    EXPECT_EQ(lines(out).back()["losses"], want) << "after " << updates;
+  }
+}
+
+TEST_F(Resumed, RefusesWhatDoesNotFit) {
+  ASSERT_EQ(train("out", {"state.save_every=100", "train.max_updates=2"}).code, 0);
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"state.resume=/no/such/save"}, "no whole save in /no/such/save"},
+      {{"state.resume=auto", "engine.seed=7"}, "was made with other data"},
+      {{"state.resume=auto", "data.shuffle=false"}, "was made with other data"},
+      {{"state.resume=auto", "model.width=32"}, "has shape"},
+      {{"state.resume=auto", "model.layers=3"}, "it has no parameter 'blocks.2."},
+      {{"state.resume=auto", "optimizer.type=sgd"}, "was saved with the optimizer adamw"},
+      {{"state.save_total_limit=2"}, "is only for state.save_every above 0"},
+  };
+  for (const auto& [settings, says] : cases) {
+    const auto outcome = train("out", settings);
+    EXPECT_EQ(outcome.code, 1) << says;
+    EXPECT_THAT(outcome.err, HasSubstr(says));
+  }
+}
+
+TEST_F(Resumed, InspectShowsComparesAndExports) {
+  ASSERT_EQ(train("out", {"state.save_every=2", "train.max_updates=4"}).code, 0);
+  const auto state = *this / "out/state";
+  const auto shown = command({"inspect", state});
+  EXPECT_EQ(shown.code, 0);
+  EXPECT_THAT(shown.out, AllOf(HasSubstr("after 2 updates"), HasSubstr("after 4 updates"),
+                               HasSubstr("adamw, 2 moments"), HasSubstr("whole: every byte"),
+                               HasSubstr("latest: " + state + "/update-00000004")));
+  const auto same = command({"inspect", state + "/update-00000002", state + "/update-00000002"});
+  EXPECT_EQ(same.code, 0) << same.err;
+  EXPECT_THAT(same.out, HasSubstr("hold the same state"));
+  const auto differ = command({"inspect", state + "/update-00000002", state});
+  EXPECT_EQ(differ.code, 1);
+  EXPECT_THAT(differ.out, AllOf(HasSubstr("updates: 2 and 4"), HasSubstr("master of "),
+                                HasSubstr("moment.1 of ")));
+  const auto exported = command({"inspect", state, "--export", *this / "model.safetensors"});
+  EXPECT_EQ(exported.code, 0) << exported.err;
+  EXPECT_THAT(testing::bytes_of(*this / "model.safetensors"),
+              AllOf(HasSubstr("\"format\":\"pt\""), HasSubstr("blocks.1.")));
+
+  const auto shard = state + "/update-00000002/rank-00000.safetensors";
+  auto bytes = testing::bytes_of(shard);
+  bytes[bytes.size() / 2] ^= 4;
+  std::ofstream(shard, std::ios::binary) << bytes;
+  const auto damaged = command({"inspect", state});
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(damaged.out, AllOf(HasSubstr("DAMAGED: "), HasSubstr("whole: every byte")));
+  EXPECT_THAT(command({"inspect", *this / "nothing"}).err, HasSubstr("no whole save in"));
+}
+
+}  // namespace
+}  // namespace poise::cli
