@@ -45,7 +45,7 @@ class TrainerState:
 class TrainerControl:
     """What a callback may ask for; each flag is cleared once served.
 
-    Of several ranks one may ask: all then stop, evaluate or log.
+    Of several ranks one may ask: all then stop, evaluate, save or log.
     """
 
     should_training_stop: bool = False
@@ -53,6 +53,7 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+    ended_by_signal: bool = False  # after a save
 
 
 class TrainerCallback:
@@ -96,7 +97,8 @@ class TrainerCallback:
     def on_prediction_step(self, args, state, control, **details):
         """After a batch of an evaluation or of predict()."""
 
-    def on_save(self, args, state, control, **details): ...
+    def on_save(self, args, state, control, **details):
+        """A checkpoint was made, or is being written behind the training."""
 
     def on_train_end(self, args, state, control, **details): ...
 

@@ -15,6 +15,15 @@ from poise.run_length import RunLength
 from poise.schedule_arguments import updates_of
 from poise.training_arguments import TrainingArguments
 
+_AGREED = (
+    "should_training_stop",
+    "should_epoch_stop",
+    "should_evaluate",
+    "should_save",
+    "ended_by_signal",
+)
+_KEPT = ("losses", "tokens", "line_tokens", "loss_sum", "loss_count", "peak_bytes", "skipped")
+
 
 class RunLog:
     """Takes each update's result to the bar, the metrics file and the callbacks.
@@ -50,7 +59,8 @@ class RunLog:
         self.control = callbacks.TrainerControl()
         self._details, self._log = details or {}, log or self.record
         self._group = group
-        self._asked_by_any = any(ranks.any_of(group, [bool(listeners)]))
+        saves = args.save_strategy != "no"  # then a signal may ask
+        self._asked_by_any = any(ranks.any_of(group, [bool(listeners) or saves]))
         self._args, self._run, self._metrics, self._bar = args, run, metrics, bar
         self._listeners = listeners
         self._every = every
@@ -77,6 +87,12 @@ class RunLog:
     def epoch_stop_due(self) -> bool:
         """Whether a callback asked to leave this epoch; after running()."""
         due, self.control.should_epoch_stop = self.control.should_epoch_stop, False
+        return due
+
+    def saving_due(self) -> bool:
+        """Whether a checkpoint is due on some rank; all ranks ask."""
+        self._agree()
+        due, self.control.should_save = self.control.should_save, False
         return due
 
     def event(self, name: str, **details: Any) -> None:
@@ -117,6 +133,38 @@ class RunLog:
         self._metrics.write(line)
         self.event("on_log", logs=line)
 
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run writes the lines of the unbroken one."""
+        sums = {name: getattr(self, f"_{name}") for name in _KEPT}
+        return sums | {
+            "global_step": self.state.global_step,
+            "log_history": self.state.log_history,
+            "lines": self._metrics.lines,
+        }
+
+    def go_on(self, kept: dict[str, Any]) -> None:
+        """Goes on from there; lines that were written later are dropped from the file."""
+        for name in _KEPT:
+            setattr(self, f"_{name}", kept[name])
+        self.state.global_step = kept["global_step"]
+        self.state.epoch = self._run.epoch_at(kept["global_step"])
+        self.state.log_history = kept["log_history"]
+        self._metrics.go_on_after(kept["lines"])
+
+    def state_file(self) -> dict[str, Any]:
+        """The names of transformers' trainer_state.json."""
+        state = self.state
+        return {
+            "epoch": state.epoch,
+            "global_step": state.global_step,
+            "is_world_process_zero": state.is_world_process_zero,
+            "log_history": state.log_history,
+            "logging_steps": self._every,
+            "max_steps": state.max_steps,
+            "num_train_epochs": state.num_train_epochs,
+            "train_batch_size": self._args.per_device_train_batch_size,
+        }
+
     def mean_loss(self) -> float:
         """Over the updates with a finite loss."""
         return self._loss_sum / self._loss_count if self._loss_count else math.nan
@@ -144,10 +192,10 @@ class RunLog:
 
     def _agree(self) -> None:
         if self._asked_by_any:
-            flags = ("should_training_stop", "should_epoch_stop", "should_evaluate", "should_save")
-            asked = ranks.any_of(self._group, [getattr(self.control, flag) for flag in flags])
-            for flag, value in zip(flags, asked, strict=True):
-                setattr(self.control, flag, value)
+            control = self.control
+            asked = [getattr(control, name) for name in _AGREED]
+            for name, asked_by_any in zip(_AGREED, ranks.any_of(self._group, asked), strict=True):
+                setattr(control, name, asked_by_any)
 
     def _count(self, result: StepResult) -> None:
         self.state.global_step += 1

@@ -47,8 +47,10 @@ from poise.run_length import RunLength
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.seeding import seed_everything
+from poise.signals import Signals, saves_noted
 from poise.trainer_hooks import TrainerHooks
 from poise.trainer_optimizer import TorchOptimizer
+from poise.trainer_saving import TrainerSaves
 from poise.training_arguments import TrainingArguments
 from poise.update import step
 
@@ -135,13 +137,18 @@ class Trainer(TrainerHooks):
         self.accelerator = AcceleratorView(self._group, self.args.device, self._backward)
         self._event("on_init_end")
 
-    def train(self) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Trains from the model's present values (model_init's, if given) to the end of the run.
+
+        resume_from_checkpoint (of the arguments, too): the path of a checkpoint, or True for the latest
+        one in output_dir; the run goes on from it. SIGTERM and SIGUSR1 end it after a checkpoint, at the
+        end of the present window, with poise.signals.Interrupted.
 
         Ctrl-C ends it between two micro-batches: the open window is dropped, files are closed, and
         KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it with the
         first parameter, input or module that is not finite, unless on_nonfinite says skip.
         """
+        saves = self.args.save_strategy != "no"
         args, folder, first = self.args, Path(self.args.output_dir), self._group.rank == 0
         data = self._train_data()
         if args.balance_is_open:
@@ -182,7 +189,12 @@ class Trainer(TrainerHooks):
             profiling = stack.enter_context(
                 contextlib.closing(Profiling(args.profile_steps if first else None, folder))
             )
-            self._loop(windows, run, log, profiling)
+            signals = stack.enter_context(saves_noted()) if saves else Signals()
+            saving = TrainerSaves(args, self.engine, windows, log, self._group, signals)
+            saving.resume(resume_from_checkpoint or args.resume_from_checkpoint)
+            if self._torch is not None:
+                self._torch.resume(self.engine.updates)
+            self._loop(windows, run, log, profiling, saving)
         return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
 
     def evaluate(
@@ -324,34 +336,43 @@ class Trainer(TrainerHooks):
         return TorchOptimizer(self.model, self.optimizer, self.lr_scheduler)
 
     def _loop(
-        self, windows: WindowIterator, run: RunLength, log: RunLog, profiling: Profiling
+        self,
+        windows: WindowIterator,
+        run: RunLength,
+        log: RunLog,
+        profiling: Profiling,
+        saving: TrainerSaves,
     ) -> None:
         self.model.train()
         log.event("on_train_begin")
         if self.args.eval_on_start:
             self._evaluate_and_log(log)
         epoch = None
-        for window in windows:
+        while log.running():
+            saving.before_window()
+            window = next(windows)
             if windows.epoch != epoch:
                 if epoch is not None:
-                    self._end_epoch(log)
+                    self._end_epoch(log, saving)
                 epoch = windows.epoch
                 log.event("on_epoch_begin")
             self._update(window, log, profiling)
-            if not log.running():
-                break
-            if log.epoch_stop_due():
+            saving.after_update()
+            if log.running() and log.epoch_stop_due():
                 windows.skip_epoch()
                 if self.args.max_steps <= 0 and windows.epoch >= run.epochs:
                     break
-        self._end_epoch(log)
+        if epoch is not None:
+            self._end_epoch(log, saving)
+        saving.finish()
         log.event("on_train_end")
 
-    def _end_epoch(self, log: RunLog) -> None:
+    def _end_epoch(self, log: RunLog, saving: TrainerSaves) -> None:
         log.event("on_epoch_end")
         log.end_epoch()
         if self.args.eval_strategy == "epoch" and log.state.epoch >= self.args.eval_delay:
             self._evaluate_and_log(log)
+        saving.after_epoch()
 
     def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> None:
         update = log.state.global_step + 1

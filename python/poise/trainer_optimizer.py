@@ -3,6 +3,7 @@ work, and they keep groups, settings and rates."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,20 @@ class TorchOptimizer:
 
     def attach(self, engine: Engine) -> None:
         self._tie = torch_optimizer.HandedOver(self._optimizer, engine, _steps_itself)
+
+    def resume(self, applied: int) -> None:
+        """After a checkpoint of so many applied updates was loaded: the schedule gets there."""
+        if applied == 0 or self._scheduler is None:
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise Error(
+                "[trainer] a checkpoint does not keep what ReduceLROnPlateau has seen; resume with "
+                "another scheduler"
+            )
+        with warnings.catch_warnings():  # of torch, that no optimizer.step() came before
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(applied):
+                self._scheduler.step()
 
     def before_update(self) -> None:
         self._tie.give_settings()

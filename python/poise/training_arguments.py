@@ -91,6 +91,13 @@ class _Arguments:
     eval_on_start: bool = False
     prediction_loss_only: bool = False  # evaluate() does without predictions and compute_metrics
 
+    # Checkpoints: output_dir/checkpoint-N.
+    save_strategy: str = "steps"  # no, epoch
+    save_steps: int | float = 500  # updates; in (0, 1): the part of the run
+    save_total_limit: int | None = None  # checkpoints that stay, the newest ones; None: all
+    save_asynchronous: bool = False  # written while the training goes on
+    resume_from_checkpoint: str | bool | None = None  # a path; True: the latest of output_dir
+
     # Data and randomness.
     seed: int = 42
     data_seed: int | None = None  # None: seed
@@ -249,6 +256,7 @@ class TrainingArguments(_Arguments):
             },
             "comm": {"timeout_seconds": self.ddp_timeout},
             "engine": {"on_nonfinite": self.on_nonfinite, "seed": self.seed},
+            "state": {"asynchronous": self.save_asynchronous},
         }
 
     def _checkpointing(self) -> dict[str, Any]:
@@ -265,6 +273,11 @@ class TrainingArguments(_Arguments):
         _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
         _one_of("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
+        _one_of("save_strategy", self.save_strategy, ("no", "steps", "epoch"))
+        if not self.save_steps > 0:
+            raise Error(f"[trainer] save_steps is {self.save_steps}; give more than 0")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise Error(f"[trainer] save_total_limit is {self.save_total_limit}; give 1 or more")
         _one_of("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"))
         schedule_arguments.check(self)
         read_steps(self.profile_steps)

@@ -1,0 +1,178 @@
+"""A Trainer's checkpoints: folders checkpoint-N in output_dir, each whole or not there, to resume from.
+
+Besides the engine's state a folder has trainer_state.json and, for models that have save_pretrained,
+the model's own files, so that from_pretrained opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poise import _C, generators
+from poise._C import Error, Group
+from poise.data import WindowIterator
+from poise.engine import Engine
+from poise.run_log import RunLog
+from poise.schedule_arguments import updates_of
+from poise.signals import Interrupted, Signals
+from poise.training_arguments import TrainingArguments
+
+STATE_FILE = "trainer_state.json"
+
+
+class TrainerSaves:
+    """When checkpoints are made, what is in them, how a run goes on from one.
+
+    Args:
+      args: of the Trainer.
+      engine: whose state is saved.
+      windows: whose position is.
+      log: whose counters and lines are.
+      group: all ranks; all make the same calls.
+      signals: of this process.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        engine: Engine,
+        windows: WindowIterator,
+        log: RunLog,
+        group: Group,
+        signals: Signals,
+    ) -> None:
+        self._args, self._engine, self._windows = args, engine, windows
+        self._log, self._group, self._signals = log, group, signals
+        self._folder = Path(args.output_dir)
+        self._every = max(1, updates_of(args.save_steps, log.state.max_steps))
+        self._saved = 0  # updates at the last checkpoint
+        # Where the next window begins, while it has been read and not trained on.
+        self._position: dict[str, Any] | None = None
+        self._random: generators.Snapshot | None = None
+
+    def resume(self, wanted: str | bool | None) -> None:
+        """From a checkpoint; True: the latest of output_dir. Before the first window."""
+        if not wanted:
+            return
+        path = str(self._folder) if wanted is True else str(wanted)
+        loaded = self._engine.load(path)
+        if "trainer" not in loaded.user:
+            raise Error(
+                f"[trainer] {loaded.path} is no checkpoint of a Trainer; give one, or load it by "
+                "poise.Engine"
+            )
+        self._windows.load_state_dict(json.loads(loaded.user["data"]))
+        generators.take_texts(loaded.own)
+        self._log.go_on(json.loads(loaded.user["trainer"]))
+        self._saved = self._log.state.global_step
+        self._log.note(f"resumed from {loaded.path} after update {self._saved}")
+
+    def before_window(self) -> None:
+        """An epoch's end shows when the next window has been read: its checkpoint begins before."""
+        if self._args.save_strategy == "epoch":
+            self._position, self._random = self._windows.state_dict(), generators.Snapshot()
+
+    def after_update(self) -> None:
+        """Saves where a checkpoint is due, or was asked for by a callback or a signal on any rank."""
+        self._position = self._random = None
+        log, step = self._log, self._log.state.global_step
+        if self._args.save_strategy == "steps" and (
+            step % self._every == 0 or step >= log.state.max_steps
+        ):
+            log.control.should_save = True
+        if self._signals.save_asked is not None:
+            log.control.should_save = log.control.ended_by_signal = True
+        if log.saving_due():
+            self._save()
+        if log.control.ended_by_signal:
+            self._engine.finish_save()
+            number = self._signals.save_asked
+            log.note(f"ended by a signal; saved after update {step} in {self._folder}")
+            raise Interrupted(number if number is not None else 15)
+
+    def after_epoch(self) -> None:
+        if self._args.save_strategy != "epoch":
+            return
+        now = generators.Snapshot()
+        if self._random is not None:
+            self._random.restore()
+        self._save()
+        now.restore()
+
+    def finish(self) -> None:
+        """The end of the run: what is still being written is waited for."""
+        self._engine.finish_save()
+
+    def _save(self) -> None:
+        step = self._log.state.global_step
+        if step == self._saved:
+            return
+        self._saved = step
+        model_files = _ModelFiles(self._engine, self._group.rank == 0)
+
+        def extra(folder: str) -> None:
+            model_files.write(folder)
+            state = json.dumps(self._log.state_file(), indent=2)
+            (Path(folder) / STATE_FILE).write_text(state + "\n")
+
+        position = self._position or self._windows.state_dict()
+        self._engine.save(
+            self._folder,
+            name=f"checkpoint-{step}",
+            cursor=_cursor(position),
+            user={
+                "trainer": json.dumps(self._log.kept()),
+                "data": json.dumps(position),
+            },
+            own=generators.own_texts(),
+            total_limit=self._args.save_total_limit or 0,
+            extra=extra,
+        )
+        self._log.event("on_save")
+
+
+def _cursor(position: dict[str, Any]) -> int | None:
+    """The global sample index; None where data has no length."""
+    if position["unit"] != "samples":
+        return None
+    return position["epoch"] * position["size"] + position["offset"]
+
+
+class _ModelFiles:
+    """What the model's save_pretrained writes, where it has one: whole tensors, on the first rank."""
+
+    def __init__(self, engine: Engine, first: bool) -> None:
+        self._model, self._values = engine.model, None
+        if not callable(getattr(self._model, "save_pretrained", None)):
+            return
+        with engine.gathered():
+            if first:
+                self._values = _copies(self._model)
+
+    def write(self, folder: str) -> None:
+        if self._values is not None:
+            self._model.save_pretrained(folder, state_dict=self._values)
+            self._values = None
+
+
+def _copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict on the CPU, ties kept: parameters of an engine lie in one storage each unit."""
+    made: dict[tuple, torch.Tensor] = {}
+    values = {}
+    for name, value in model.state_dict().items():
+        key = (value.data_ptr(), value.dtype, value.size(), value.stride())
+        if key not in made or value.numel() == 0:
+            made[key] = value.detach().cpu().clone()
+        values[name] = made[key]
+    return values
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The latest whole checkpoint of an output_dir; None: there is none."""
+    found = _C.find_save(str(folder))
+    return found if found and re.fullmatch(r"checkpoint-\d+", Path(found).name) else None
