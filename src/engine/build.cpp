@@ -223,7 +223,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group),
       device(store.parameters().front().device()),
-      saver(group, ledger, {timeout_of(config.comm), config.state.staging_bytes}) {
+      saver(group, {timeout_of(config.comm), config.state.staging_bytes}) {
   share_buffers(model, *group);
 }
 

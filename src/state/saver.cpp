@@ -71,9 +71,8 @@ struct Saver::Job {
   std::string final() const { return in(directory, name); }
 };
 
-Saver::Saver(std::shared_ptr<comm::Group> group, const memory::Ledger& ledger,
-             SaverSettings settings)
-    : group_(std::move(group)), settings_(settings), staging_(ledger, settings.staging_bytes) {}
+Saver::Saver(std::shared_ptr<comm::Group> group, SaverSettings settings)
+    : group_(std::move(group)), settings_(settings), staging_(settings.staging_bytes) {}
 
 Saver::~Saver() {
   try {

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "poise/comm.h"
-#include "poise/memory.h"
 #include "poise/state.h"
 #include "poise/stream.h"
 #include "state/contents.h"
@@ -24,8 +23,7 @@ struct SaverSettings {
 
 class Saver {
  public:
-  // `ledger` outlives it.
-  Saver(std::shared_ptr<comm::Group> group, const memory::Ledger& ledger, SaverSettings settings);
+  Saver(std::shared_ptr<comm::Group> group, SaverSettings settings);
   ~Saver();  // finishes a save in flight; its failure is logged
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;

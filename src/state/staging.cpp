@@ -1,24 +1,21 @@
 // Tiles.
 #include "state/staging.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "poise/error.h"
 #include "poise/interrupt.h"
 #include "state/files.h"
 
 namespace poise::state {
 
-Staging::Staging(const memory::Ledger& ledger, std::int64_t limit)
-    : ledger_(ledger), limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
+Staging::Staging(std::int64_t limit)
+    : limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
 
-Staging::Tile Staging::make() const {
-  memory::AccountScope scope(ledger_, memory::Account::staging);
+Staging::Tile Staging::make() {
   Tile tile;
-  tile.memory = at::empty({static_cast<std::int64_t>(kTile + kBlock)}, at::kByte);
+  tile.memory = memory_.allocate(static_cast<std::int64_t>(kTile + kBlock), at::kByte);
   const auto address = reinterpret_cast<std::uintptr_t>(tile.memory.mutable_data_ptr());
   tile.data = reinterpret_cast<char*>((address + kBlock - 1) / kBlock * kBlock);
   return tile;
@@ -31,7 +28,7 @@ Staging::Tile Staging::take() {
       auto tile = make();
       ++made_;
       return tile;
-    } catch (const c10::OutOfMemoryError&) {
+    } catch (const Error&) {
       if (made_ < 2) throw;  // with two the save goes on, slower
     }
   }

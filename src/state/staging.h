@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-#include "poise/memory.h"
+#include "poise/offload.h"
 
 namespace poise::state {
 
@@ -19,8 +19,9 @@ inline constexpr std::size_t kTile = std::size_t{4} << 20;
 
 class Staging {
  public:
-  // `limit` bytes, at least two tiles; counted as `staging`.
-  Staging(const memory::Ledger& ledger, std::int64_t limit);
+  // `limit` bytes, at least two tiles: memory of the host, outside ledger and budget, so that what
+  // fits the device can be saved.
+  explicit Staging(std::int64_t limit);
 
   struct Tile {
     at::Tensor memory;
@@ -31,9 +32,9 @@ class Staging {
   void free_unused();
 
  private:
-  Tile make() const;
+  Tile make();
 
-  const memory::Ledger& ledger_;
+  offload::HostMemory memory_{c10::Device(c10::kCPU), /*pinned_budget_bytes=*/0};
   const std::size_t limit_;
   std::mutex mutex_;
   std::condition_variable returned_;

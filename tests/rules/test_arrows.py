@@ -36,7 +36,7 @@ ARROWS = {
     "zero": {"core", "memory", "offload", "comm", "kernels"},
     "checkpointing": {"core", "memory", "offload"},
     "data": {"core", "memory"},
-    "state": {"core", "memory", "comm"},
+    "state": {"core", "memory", "offload", "comm"},
     "engine": _BELOW_ENGINE,
     "cli": _BELOW_ENGINE | {"engine"},
     "python": _BELOW_ENGINE | {"engine", "cli", "kernels"},
