@@ -29,19 +29,28 @@ from poise.loss import Loss, Term  # noqa: E402
 from poise.own_loop import wrap  # noqa: E402
 from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
 from poise.status import Status  # noqa: E402
+from poise.thin_faces import (  # noqa: E402
+    ActivationCheckpoint,
+    GradientAccumulationSystem,
+    MixedPrecisionTrainer,
+    ZeROOptimizer,
+)
 from poise.trainer import Trainer, TrainOutput  # noqa: E402
 from poise.training_arguments import TrainingArguments  # noqa: E402
 
 __version__ = _build.version
 
 __all__ = [
+    "ActivationCheckpoint",
     "Bug",
     "Config",
     "DeepSpeedEngine",
     "Engine",
     "Error",
     "EvalPrediction",
+    "GradientAccumulationSystem",
     "Loss",
+    "MixedPrecisionTrainer",
     "PredictionOutput",
     "Status",
     "StepResult",
@@ -50,6 +59,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
+    "ZeROOptimizer",
     "__version__",
     "add_config_arguments",
     "checkpointing",
