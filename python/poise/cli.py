@@ -12,6 +12,7 @@ from typing import NoReturn
 # C++ command line's, except `train` with a model of Python.
 _PYTHON_COMMANDS = {
     "bench": ("poise.bench", "Measure what the README claims"),
+    "report": ("poise.report", "Write a page of a run's curves, memory and events"),
     "demo": ("poise.demo", "Train a small model several ways and write a report"),
 }
 _HELP = ("-h", "--help")

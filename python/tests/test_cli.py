@@ -35,7 +35,7 @@ def test_every_command_has_a_help_of_its_own(capfd: pytest.CaptureFixture) -> No
     text = capfd.readouterr().out
     rows = re.findall(r"^  (\w+)( {2,})\S.*$", text.split("Subcommands:")[1], re.M)
     names = [name for name, _ in rows]
-    assert names == ["train", "plan", "inspect", "config", "doctor", "bench", "demo"]
+    assert names == ["train", "plan", "inspect", "config", "doctor", "bench", "report", "demo"]
     # One table, whichever language a command is in.
     assert len({len(name) + len(spaces) for name, spaces in rows}) == 1
     words = {
@@ -45,6 +45,7 @@ def test_every_command_has_a_help_of_its_own(capfd: pytest.CaptureFixture) -> No
         "config": "--reference",
         "doctor": "instruction sets",
         "bench": "step_vs_torch",
+        "report": "metrics.jsonl",
         "demo": "report.html",
     }
     for name in names:
