@@ -27,7 +27,7 @@ def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], d
     for name, value in given.items():
         new_name = OLD_NAMES.get(name, name)
         if new_name != name:
-            if value is None:
+            if not value:  # its default, in all of them
                 continue
             logger.info("[trainer] %s is called %s now", name, new_name)
         if new_name in known:

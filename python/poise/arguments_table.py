@@ -151,7 +151,10 @@ TABLE: tuple[Field, ...] = (
     ),
     *_noted("set torch.set_float32_matmul_precision", "tf32", loud=True),
     *_noted(
-        "there is one way to autocast", "half_precision_backend", "fp16_backend", "fp16_opt_level"
+        "there is one way to autocast",
+        ("half_precision_backend", "auto"),
+        ("fp16_backend", "auto"),
+        ("fp16_opt_level", "O1"),
     ),
     # Memory and speed.
     *_noted(
@@ -220,7 +223,12 @@ TABLE: tuple[Field, ...] = (
     ),
     *_noted("ranks share the samples evenly; batches are made on each", "accelerator_config"),
     _refused("parallelism_config", "all ranks are data-parallel"),
-    *_noted("the launcher's environment says it", ("local_rank", -1), "ray_scope", "_n_gpu"),
+    *_noted(
+        "the launcher's environment says it",
+        ("local_rank", -1),
+        ("ray_scope", "last"),
+        ("_n_gpu", -1),
+    ),
     # Of the script, or of older versions.
     *_noted(
         "for the script to read",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -36,3 +37,20 @@ def made(model_init: Callable[..., nn.Module], seed: int) -> nn.Module:
             f"[trainer] model_init returned {type(model).__name__}; return a torch.nn.Module"
         )
     return model
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Models of transformers keep keys and values for generating unless their config says no: bytes
+    that training has no use for, and a recomputed block would fill them twice."""
+    config = getattr(getattr(model, "_orig_mod", model), "config", None)
+    of_text = getattr(config, "get_text_config", None)
+    configs = [config, of_text() if callable(of_text) else None]
+    keeping = [one for one in configs if getattr(one, "use_cache", False)]
+    for one in keeping:
+        one.use_cache = False
+    try:
+        yield
+    finally:
+        for one in keeping:
+            one.use_cache = True

@@ -166,6 +166,7 @@ class Trainer(TrainerHooks):
         with contextlib.ExitStack() as stack:
             stack.enter_context(ranks.told_to_others(self._group))
             stack.enter_context(ranks.only_first_logs(self._group))
+            stack.enter_context(model_choice.without_cache(self.model))
             self._make_engine(run.updates)
             found = self._find_balance() if args.balance_is_open else None
             if found is not None:

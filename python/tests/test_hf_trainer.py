@@ -121,6 +121,15 @@ def test_gradient_checkpointing_changes_nothing(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(seen[0][1], seen[1][1], strict=True))
 
 
+def test_a_model_keeps_no_cache_while_it_trains(tmp_path):
+    model, seen = made("llama"), []
+    model.config.use_cache = True
+    model.register_forward_hook(lambda *call: seen.append(call[2].past_key_values))
+    poise.Trainer(model, arguments(tmp_path), train_dataset=causal_rows(8)).train()
+    assert seen == [None] * 4
+    assert model.config.use_cache  # for generating, as before
+
+
 # Arguments.
 
 
