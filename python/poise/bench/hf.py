@@ -24,6 +24,7 @@ ARGUMENTS = {
     "disable_tqdm": True,
     "use_cpu": True,
     "seed": 1,
+    "train_sampling_strategy": "sequential",
 }
 
 
