@@ -15,6 +15,7 @@
 
 #include "poise/config.h"
 #include "poise/export.h"
+#include "poise/offload.h"
 
 namespace poise::checkpointing {
 
@@ -78,6 +79,27 @@ POISE_API LossSum chunked_cross_entropy(const at::Tensor& hidden, const at::Tens
                                         const at::Tensor& bias, const at::Tensor& targets,
                                         std::int64_t chunk_tokens,
                                         std::int64_t ignore_index = -100);
+
+// What autograd saves for backward waits in a store of the offload room instead of on the device:
+// on its way out while forward goes on, back ahead of backward. Tensors of fewer than `min_bytes`,
+// what shares memory with `stay` (parameters, buffers), and tensors that do not fill their memory
+// stay. Same bits. Throws Error (in forward) where the store has no room, (in backward) where a
+// saved tensor was changed in place.
+class POISE_API ActivationOffload {
+ public:
+  ActivationOffload(std::shared_ptr<offload::Store> store, std::int64_t min_bytes,
+                    const std::vector<at::Tensor>& stay);
+  // Runs `forward`, the unit to be offloaded.
+  Tensors operator()(const std::function<Tensors(const Tensors&)>& forward,
+                     const Tensors& inputs) const;
+  // The same for what this thread runs until the result goes; scopes of one thread nest.
+  std::shared_ptr<void> scope() const;
+
+ private:
+  struct Books;
+  class Hooks;
+  std::shared_ptr<Books> books_;
+};
 
 // How saved-tensor hooks reach autograd. A pure C++ process needs nothing: the first recompute()
 // installs an engine that asks for them. A Python process must not replace its engine, so the

@@ -122,7 +122,6 @@ struct OffloadPolicy {
   Offload gradients = Offload::none;          // accumulators: none or host
   Offload parameters = Offload::none;         // shards (at stage 3), or all of them (on one rank)
   Offload activations = Offload::none;        // what forward saves for backward
-  std::vector<std::string> activation_units;  // names of units (shell patterns); empty: all
   std::int64_t activation_min_bytes = 65536;  // of a tensor that travels; smaller ones stay
   std::string directory;                      // of files
   OffloadIo io = OffloadIo::automatic;

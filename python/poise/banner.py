@@ -59,12 +59,16 @@ def _sharding(stage: int, group: Group) -> list[str]:
 
 def offloading(policy: dict[str, Any]) -> list[str]:
     """One line for what lives away from the device, none where nothing does."""
-    where = policy.get("optimizer", "none")
-    if where == "none":
-        return []
-    place = f"a file in {policy['directory']}" if where == "file" else "memory of the host"
-    share = 100 * policy.get("optimizer_fraction", 1)
-    return [f"  offloaded: {share:g}% of the optimizer states to {place}"]
+    share = f"{100 * policy.get('optimizer_fraction', 1):g}% of the optimizer states"
+    places = {"host": "memory of the host", "file": f"a file in {policy.get('directory')}"}
+    kinds = {"optimizer": share}
+    kinds |= {name: name for name in ("gradients", "parameters", "activations")}
+    texts = [
+        f"{what} to {places[policy[kind]]}"
+        for kind, what in kinds.items()
+        if policy.get(kind, "none") != "none"
+    ]
+    return [f"  offloaded: {', '.join(texts)}"] if texts else []
 
 
 def warn_batch_norm(model: nn.Module, accumulation: int, ranks: int = 1) -> None:

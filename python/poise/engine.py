@@ -80,7 +80,8 @@ class Engine:
             fill.group = self.group
         if model_view.is_compiled(model) and self._shards_parameters():
             raise Error(
-                "[engine] the model was compiled before the engine: at zero.stage 3 its blocks are "
+                "[engine] the model was compiled before the engine: at zero.stage 3 and with "
+                "offload.parameters its blocks are "
                 "run by the engine, which a compiled model would pass by; compile it after the "
                 "engine is made, or compile the forward of its blocks"
             )
@@ -401,8 +402,11 @@ class Engine:
         return self.model(batch)
 
     def _shards_parameters(self) -> bool:
+        """Or they are offloaded: blocks run as units either way."""
+        settings = settings_of(self.config)
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
-        return sharded > 1 and settings_of(self.config)["zero"]["stage"] == 3
+        offloaded = settings["offload"]["parameters"] != "none"
+        return offloaded or (sharded > 1 and settings["zero"]["stage"] == 3)
 
     def _shard(self, undo: contextlib.ExitStack) -> None:
         """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""
@@ -420,7 +424,8 @@ class Engine:
             alive = engine()
             if alive is not None and not alive._whole:
                 raise Error(
-                    "[engine] state_dict() of a model whose parameters are sharded (zero.stage 3); "
+                    "[engine] state_dict() of a model whose parameters are sharded (zero.stage 3) or "
+                    "offloaded; "
                     "use engine.state_dict(), or call it inside engine.gathered(), on all ranks"
                 )
 

@@ -70,6 +70,11 @@ class _Arguments:
 
     # Away from the device: none, host (memory), file (in offload_directory).
     offload_optimizer: str = "none"  # masters and moments
+    offload_gradients: str = "none"  # their sums; host only
+    offload_parameters: str = (
+        "none"  # while their block does not run: at zero_stage 3, or on one rank
+    )
+    offload_activations: str = "none"  # what forward saves for backward
     offload_directory: str | None = None  # a folder on a fast disk of this machine
 
     # Several ranks: torchrun, Slurm or mpirun starts the program once for each.
@@ -252,6 +257,9 @@ class TrainingArguments(_Arguments):
             },
             "offload": {
                 "optimizer": self.offload_optimizer,
+                "gradients": self.offload_gradients,
+                "parameters": self.offload_parameters,
+                "activations": self.offload_activations,
                 "directory": self.offload_directory or "",
             },
             "comm": {"timeout_seconds": self.ddp_timeout},
@@ -298,12 +306,7 @@ class TrainingArguments(_Arguments):
                 f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
                 "whole logits"
             )
-        _one_of("offload_optimizer", self.offload_optimizer, ("none", "host", "file"))
-        if (self.offload_optimizer == "file") != (self.offload_directory is not None):
-            raise Error(
-                f"[trainer] offload_optimizer is {self.offload_optimizer!r} and offload_directory "
-                f"{self.offload_directory!r}; a file needs a folder, and nothing else does"
-            )
+        self._check_offload()
         self._check_ranks()
         self._check_global_batch()
 
@@ -318,6 +321,19 @@ class TrainingArguments(_Arguments):
             )
         if words and self.zero_stage == 0:
             self.zero_stage = stages[0] if stages else 3
+
+    def _check_offload(self) -> None:
+        kinds = ("optimizer", "gradients", "parameters", "activations")
+        places = {kind: getattr(self, f"offload_{kind}") for kind in kinds}
+        for kind, place in places.items():
+            allowed = ("none", "host") if kind == "gradients" else ("none", "host", "file")
+            _one_of(f"offload_{kind}", place, allowed)
+        if ("file" in places.values()) != (self.offload_directory is not None):
+            raise Error(
+                f"[trainer] offload_directory is {self.offload_directory!r} and what is offloaded "
+                f"goes to {', '.join(sorted(set(places.values())))}; a file needs a folder, and "
+                "nothing else does"
+            )
 
     def _check_ranks(self) -> None:
         _one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))

@@ -79,6 +79,72 @@ def test_states_that_do_not_fit_the_budget_train_inside_it(where, tmp_path):
     assert os.listdir(tmp_path) == [], "the file has no name"
 
 
+EVERYTHING = {
+    "optimizer": "host",
+    "gradients": "host",
+    "parameters": "host",
+    "activations": "host",
+    "activation_min_bytes": 1,
+}
+
+
+@pytest.mark.parametrize("away", ["gradients", "parameters", "activations", "everything"])
+@pytest.mark.parametrize("checkpointing", ["none", "every_n"])
+def test_what_leaves_the_device_changes_no_bit(away, checkpointing, tmp_path):
+    base = {**HALF, "checkpointing": {"policy": checkpointing}}
+    places = EVERYTHING if away == "everything" else {away: "host", "activation_min_bytes": 1}
+    ways = [places]
+    if away in ("parameters", "activations"):
+        file = {**to_file(tmp_path), "optimizer": "none", away: "file", "activation_min_bytes": 1}
+        ways.append(file)
+    expected, _, plain = train(base)
+    for offload in ways:
+        got, model, engine = train({**base, "offload": offload})
+        assert [r.loss for r in got] == [r.loss for r in expected]
+        assert [r.grad_norm for r in got] == [r.grad_norm for r in expected]
+        state, other = plain.state_dict(), engine.state_dict()
+        assert all(torch.equal(state[name], other[name]) for name in state)
+        name = "layers.0.weight"
+        assert torch.equal(plain.master(name), engine.master(name))
+        assert (
+            got[-1].accounts["optimizer" if away == "everything" else away]
+            < (expected[-1].accounts["optimizer" if away == "everything" else away])
+        )
+        engine.give_back()
+        assert torch.equal(dict(model.named_parameters())[name], state[name])
+
+
+def test_the_three_calls_offload_too():
+    def run(offload):
+        model = Stack()
+        engine = poise.Engine(model, {"batch": {"accumulation": 2}, "offload": offload})
+        losses = []
+        for update in range(3):
+            for x, _ in window(update)[:2]:
+                loss = torch.nn.functional.mse_loss(engine(x), x)
+                engine.backward(loss, tokens=len(x))
+            engine.begin_update()
+            gradient = engine.gradient("layers.1.weight")
+            losses += [gradient.sum().item(), engine.step().loss]
+        with torch.no_grad(), engine.forward_scope():
+            losses.append(model(window(0)[0][0]).sum().item())
+        return losses
+
+    assert run({}) == run(EVERYTHING)
+
+
+def test_touching_an_offloaded_parameter_says_where_it_is():
+    model = Stack()
+    engine = poise.Engine(model, {"offload": {"parameters": "host"}})
+    with pytest.raises(RuntimeError, match="'layers.0.weight' is sharded over the ranks or offl"):
+        model.layers[0].weight.sum()
+    with pytest.raises(Error, match="or offloaded; use engine.state_dict"):
+        model.state_dict()
+    with engine.gathered(writer=0), torch.no_grad():
+        model.layers[0].weight.fill_(0.5)
+    assert engine.master("layers.0.weight").eq(0.5).all()
+
+
 def test_trainer_takes_it_and_says_it(tmp_path, capfd):
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -106,15 +172,25 @@ def test_trainer_takes_it_and_says_it(tmp_path, capfd):
             learning_rate=1e-2,
             **arguments,
         )
-        poise.Trainer(model=model, args=arguments, train_dataset=Data()).train()
-        return model
+        trainer = poise.Trainer(model=model, args=arguments, train_dataset=Data())
+        trainer.train()
+        return trainer.engine.state_dict()
 
     plain = run()
-    offloaded = run(offload_optimizer="file", offload_directory=str(tmp_path / "scratch"))
-    assert "100% of the optimizer states to a file in" in "".join(capfd.readouterr())
-    for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
-        assert torch.equal(a, b)
-    with pytest.raises(Error, match="offload_directory None"):
+    offloaded = run(
+        offload_optimizer="file",
+        offload_gradients="host",
+        offload_parameters="host",
+        offload_activations="host",
+        offload_directory=str(tmp_path / "scratch"),
+    )
+    said = "".join(capfd.readouterr())
+    assert "offloaded: 100% of the optimizer states to a file in" in said
+    assert "gradients to memory of the host, parameters to memory of the host, activ" in said
+    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
+    with pytest.raises(
+        Error, match="offload_directory is None and what is offloaded goes to file, none; a file"
+    ):
         poise.TrainingArguments(offload_optimizer="file")
     with pytest.raises(Error, match="offload_optimizer is 'disk'; use none, host, file"):
         poise.TrainingArguments(offload_optimizer="disk")

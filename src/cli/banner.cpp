@@ -88,10 +88,20 @@ std::vector<std::string> sharding(const Config& config, const comm::Group& group
 
 // One line for what lives away from the device, none where nothing does.
 std::vector<std::string> offloading(const config::OffloadPolicy& offload) {
-  if (offload.optimizer == config::Offload::none) return {};
-  const bool file = offload.optimizer == config::Offload::file;
-  return {join("  offloaded: ", 100 * offload.optimizer_fraction, "% of the optimizer states to ",
-               file ? "a file in " + offload.directory : "memory of the host")};
+  const auto share = join(100 * offload.optimizer_fraction, "% of the optimizer states");
+  const std::pair<std::string, config::Offload> kinds[] = {{share, offload.optimizer},
+                                                           {"gradients", offload.gradients},
+                                                           {"parameters", offload.parameters},
+                                                           {"activations", offload.activations}};
+  std::string text;
+  for (const auto& [what, where] : kinds) {
+    if (where == config::Offload::none) continue;
+    text += join(text.empty() ? "  offloaded: " : ", ", what,
+                 where == config::Offload::host ? " to memory of the host"
+                                                : " to a file in " + offload.directory);
+  }
+  if (text.empty()) return {};
+  return {text};
 }
 
 }  // namespace

@@ -120,7 +120,8 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
 }
 
 void check_offload(const OffloadPolicy& offload) {
-  const bool file = offload.optimizer == Offload::file;
+  const bool file = offload.optimizer == Offload::file || offload.parameters == Offload::file ||
+                    offload.activations == Offload::file;
   only_for(offload.optimizer != Offload::none, offload.optimizer_fraction != 1,
            "offload.optimizer_fraction", "offload.optimizer host or file");
   only_for(file, !offload.directory.empty(), "offload.directory", "what is offloaded to file");

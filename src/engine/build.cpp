@@ -98,11 +98,11 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
     OptimizerState state;
     state.flat = flat;
     state.master = tensors.master;
-    if (tensors.own_master) state.low = offload::resident(store.optimized_values(flat));
+    if (tensors.own_master) state.low = store.optimized_values(flat);
     const auto gradient = store.optimized_gradient(flat);
     state.gradient = offload::resident(gradient);
     for (int m = 0; m < optimizer.num_moments(); ++m) {
-      state.moments.push_back(make_moment(state, gradient.device(), ledger, offloading));
+      state.moments.push_back(make_moment(state, tensors.values.device(), ledger, offloading));
     }
     state.segments = segments_of(table, shards, flat, [&](int e) {
       return index_of(made.groups, group_of(table.entries()[static_cast<std::size_t>(e)], policy));
@@ -200,6 +200,18 @@ std::shared_ptr<zero::Units> Engine::Impl::make_units() {
                                        [this](int unit) { gradients.join_unit(unit); });
 }
 
+std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
+    const ModelView& model) {
+  const auto place = offloading.store(config.offload.activations);
+  if (!place) return std::nullopt;
+  std::vector<at::Tensor> stay;
+  for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+    stay.push_back(store.flat(flat).values);
+  }
+  for (const auto& buffer : model.buffers) stay.push_back(buffer.tensor);
+  return checkpointing::ActivationOffload(place, config.offload.activation_min_bytes, stay);
+}
+
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
                    const Materialize& materialize)
     : config(validated(wanted)),
@@ -208,13 +220,15 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       group(ranks.all),
       accumulation(config::accumulation(config.batch, group->size())),
       table(agreed(model, config, *group)),
-      shards(table, config.zero, ranks.shard->rank(), ranks.shard->size()),
+      shards(table, config.zero, ranks.shard->rank(), ranks.shard->size(),
+             config.offload.parameters != config::Offload::none),
       offloading(config.offload, table, shards, model.parameters.front().tensor.device()),
       store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
             offloading.places(), materialize),
       following(*group),
       gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),
+      activations(make_activations(model)),
       optimizer(optim::make_optimizer(config.optimizer)),
       optimizer_states(engine::make_states(table, store, shards, config.optimizer, *optimizer,
                                            ledger, offloading)),

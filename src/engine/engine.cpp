@@ -72,6 +72,7 @@ struct Engine::ForwardScope::Impl {
       : watch(engine.times.forward_seconds),
         account(engine.ledger, memory::Account::activations),
         autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {
+    if (at::GradMode::is_enabled()) saving = engine.saving_scope();
     if (!engine.units) return;
     if (at::GradMode::is_enabled()) {
       engine.units->begin_recording();
@@ -87,6 +88,7 @@ struct Engine::ForwardScope::Impl {
   engine::Stopwatch watch;
   memory::AccountScope account;
   precision::AutocastGuard autocast;
+  std::shared_ptr<void> saving;
 };
 Engine::ForwardScope::ForwardScope(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::ForwardScope::ForwardScope(ForwardScope&&) noexcept = default;
@@ -170,7 +172,8 @@ at::Tensor Engine::gradient(const std::string& name) {
   const auto sum = impl_->guarded(
       [&] { return impl_->store.view_of(entry, impl_->store.whole_gradient(place.flat)); });
   const double tokens = impl_->sums.totals.tokens;
-  auto mean = sum.to(at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
+  auto mean =
+      sum.to(impl_->device, at::kFloat).mul(tokens > 0 ? impl_->unscale_factor(tokens) : 0.0);
   impl_->lent[entry] = {mean, mean.clone()};
   return mean;
 }

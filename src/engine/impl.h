@@ -12,6 +12,7 @@
 #include "engine/loss_weights.h"
 #include "engine/offloading.h"
 #include "engine/state_update.h"
+#include "poise/checkpointing.h"
 #include "poise/comm.h"
 #include "poise/engine.h"
 #include "poise/optim.h"
@@ -125,6 +126,11 @@ struct Engine::Impl {
   void follow(zero::MicroBatch position);
   void gather_gradients();
   std::shared_ptr<zero::Units> make_units();
+  std::optional<checkpointing::ActivationOffload> make_activations(const ModelView& model);
+  // While it lives, what forward saves goes where the config says.
+  std::shared_ptr<void> saving_scope() const {
+    return activations ? activations->scope() : nullptr;
+  }
 
   // Between windows; saving.cpp and loading.cpp.
   std::string save(const std::string& directory, const state::SaveOptions& options);
@@ -161,6 +167,7 @@ struct Engine::Impl {
   zero::Following following;
   zero::Gradients gradients;
   std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
+  std::optional<checkpointing::ActivationOffload> activations;  // where they leave the device
   std::unique_ptr<optim::Optimizer> optimizer;
   engine::OptimizerStates optimizer_states;
   engine::StateUpdate state_update;

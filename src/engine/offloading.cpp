@@ -1,6 +1,8 @@
 // Which store, and which part of the states.
 #include "engine/offloading.h"
 
+#include "poise/error.h"
+
 namespace poise::engine {
 
 Offloading::Offloading(const config::OffloadPolicy& policy, const ParamTable& table,
@@ -9,6 +11,8 @@ Offloading::Offloading(const config::OffloadPolicy& policy, const ParamTable& ta
       device_(device),
       memory_(std::make_shared<offload::HostMemory>(device, policy.pinned_budget_bytes)) {
   place_states(table, shards);
+  place_gradients(shards);
+  place_parameters(shards);
 }
 
 std::shared_ptr<offload::Store> Offloading::store(config::Offload where) {
@@ -36,6 +40,25 @@ void Offloading::place_states(const ParamTable& table, const zero::Shards& shard
     if (elements(flat) == 0) continue;
     places_.masters[static_cast<std::size_t>(flat)] = store(policy_.optimizer);
     left -= elements(flat);
+  }
+}
+
+void Offloading::place_gradients(const zero::Shards& shards) {
+  places_.gradients = store(policy_.gradients);
+  if (places_.gradients && device_.is_cuda() && shards.size() > 1 && !shards.splits_gradients()) {
+    fail(
+        "engine",
+        "offload.gradients is host on GPUs whose ranks join whole gradients once per window, which "
+        "they can do in memory of the device only; set zero.stage to 2, or to 3 with zero.reduce "
+        "every");
+  }
+}
+
+void Offloading::place_parameters(const zero::Shards& shards) {
+  places_.parameters = store(policy_.parameters);
+  if (places_.parameters && !shards.splits_parameters()) {
+    fail("engine", "offload.parameters on ", shards.size(),
+         " ranks that all keep whole parameters; set zero.stage to 3");
   }
 }
 

@@ -16,6 +16,8 @@ class Offloading {
   Offloading(const config::OffloadPolicy& policy, const ParamTable& table,
              const zero::Shards& shards, c10::Device device);
 
+  // Opened by the first who asks; null for none.
+  std::shared_ptr<offload::Store> store(config::Offload where);
   // Masters and moments of a flat; null: the device.
   std::shared_ptr<offload::Store> states_of(int flat) const {
     return places_.masters[static_cast<std::size_t>(flat)];
@@ -27,8 +29,9 @@ class Offloading {
   std::int64_t file_bytes() const { return file_ ? file_->file_bytes() : 0; }
 
  private:
-  std::shared_ptr<offload::Store> store(config::Offload where);
   void place_states(const ParamTable& table, const zero::Shards& shards);
+  void place_gradients(const zero::Shards& shards);
+  void place_parameters(const zero::Shards& shards);
 
   const config::OffloadPolicy policy_;
   const c10::Device device_;

@@ -54,6 +54,7 @@ Loss Engine::Impl::forward(const std::function<Loss()>& loss) {
     units->begin_recording();
     units->hold_rest();
   }
+  const auto saving = saving_scope();
   return loss();
 }
 

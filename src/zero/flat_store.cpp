@@ -42,11 +42,11 @@ at::ScalarType kept_type(const ParamTable::Flat& flat, const config::PrecisionPo
 }
 
 at::Tensor poison_like(const at::Tensor& parameter, const std::string& name) {
-  return without_memory(
-      parameter, parameter.device(),
-      join("[zero] parameter '", name,
-           "' is sharded over the ranks and not gathered now; run the model through the engine, "
-           "its blocks through their units, or use engine.gathered()"));
+  return without_memory(parameter, parameter.device(),
+                        join("[zero] parameter '", name,
+                             "' is sharded over the ranks or offloaded, and not gathered now; run "
+                             "the model through the engine, "
+                             "its blocks through their units, or use engine.gathered()"));
 }
 
 void give_memory(const at::Tensor& flat) {
@@ -106,13 +106,18 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
 
 void FlatStore::copy_parameters(int index, const at::Tensor& target) {
   for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
-    const auto& parameter = parameters_[static_cast<std::size_t>(entry)];
-    if (parameter.numel() > 0 && parameter.storage().nbytes() == 0) {
-      fail("zero", "parameter '", table_.entries()[static_cast<std::size_t>(entry)].name,
-           "' has no memory and was given none; set it in `materialize`");
-    }
-    view_of(entry, target).copy_(parameter);
+    view_of(entry, target).copy_(given(entry));
   }
+}
+
+// A parameter as the user made it.
+const at::Tensor& FlatStore::given(int entry) const {
+  const auto& parameter = parameters_[static_cast<std::size_t>(entry)];
+  if (parameter.numel() > 0 && parameter.storage().nbytes() == 0) {
+    fail("zero", "parameter '", table_.entries()[static_cast<std::size_t>(entry)].name,
+         "' has no memory and was given none; set it in `materialize`");
+  }
+  return parameter;
 }
 
 // The flat's parameters as the user made them on rank 0, in their own dtype; one flat at a time, so
@@ -127,26 +132,18 @@ at::Tensor FlatStore::original_values(int index) {
   return original;
 }
 
-// Masters of the values before the cast, parameter by parameter: no whole copy is made for a file.
-offload::SpanPtr FlatStore::make_master(int index, const at::Tensor& original,
-                                        const std::shared_ptr<offload::Store>& place) {
-  const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
-  const auto range = shards_.optimized(index);
-  const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
-  AccountScope scope(ledger_, Account::optimizer);
-  const auto master = place ? place->reserve(range.size(), at::kFloat)
-                            : offload::resident(at::zeros(
-                                  {range.size()}, at::TensorOptions(at::kFloat).device(device)));
+// Elements of `range` of the values before any cast, parameter by parameter: no whole copy is made
+// for a file.
+void FlatStore::fill(offload::Span& span, int index, const at::Tensor& original, Range range) {
   if (original.defined()) {
-    master->write(0, original.narrow(0, range.begin, range.size()));
-    return master;
+    span.write(0, original.narrow(0, range.begin, range.size()));
+    return;
   }
-  for (const int entry : layout.entries) {  // one rank: all of each
-    const auto& parameter = parameters_[static_cast<std::size_t>(entry)];
-    master->write(table_.entries()[static_cast<std::size_t>(entry)].offset,
-                  parameter.detach().as_strided({parameter.numel()}, {1}));
+  for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {  // one rank
+    const auto& parameter = given(entry);
+    span.write(table_.entries()[static_cast<std::size_t>(entry)].offset,
+               parameter.detach().as_strided({parameter.numel()}, {1}));
   }
-  return master;
 }
 
 void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& places, int index) {
@@ -165,43 +162,44 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& plac
     AccountScope scope(ledger_, Account::staging);
     original = original_values(index);
   }
-  const auto range = shards_.optimized(index);
-  const auto fill = [&](const at::Tensor& target) {
-    if (original.defined()) {
-      target.copy_(target.numel() == original.numel()
-                       ? original
-                       : original.narrow(0, range.begin, range.size()));
-      return;
-    }
-    copy_parameters(index, target);
+  const auto place = [&](const std::shared_ptr<offload::Store>& store, std::int64_t numel,
+                         at::ScalarType type) {
+    return store ? store->reserve(numel, type)
+                 : offload::resident(at::zeros({numel}, options.dtype(type)));
   };
-  {
-    AccountScope scope(ledger_, Account::parameters);
-    if (shards_.splits_parameters(index)) {
-      const auto mine = shards_.mine(index);
-      tensors.shard = at::empty({mine.size()}, options.dtype(kept));
-      tensors.shard.copy_(original.narrow(0, mine.begin, mine.size()));
-    } else {
-      tensors.values = at::zeros({shards_.whole(index)}, options.dtype(kept));
-      fill(tensors.values);
-    }
-  }
   if (shards_.splits_parameters(index)) {
+    const auto mine = shards_.mine(index);
+    {
+      AccountScope scope(ledger_, Account::parameters);
+      tensors.shard = place(places.parameters, mine.size(), kept);
+      fill(*tensors.shard, index, original, mine);
+    }
     AccountScope scope(ledger_, Account::gathered);
     tensors.values = at::empty({shards_.whole(index)}, options.dtype(kept));
+  } else {
+    AccountScope scope(ledger_, Account::parameters);
+    tensors.values = at::zeros({shards_.whole(index)}, options.dtype(kept));
+    if (original.defined()) {
+      tensors.values.copy_(original);
+    } else {
+      copy_parameters(index, tensors.values);
+    }
   }
   if (layout.trainable) {
     tensors.own_master = kept != at::kFloat;
     if (!tensors.own_master) {
-      tensors.master = offload::resident(optimized_values(index));
+      tensors.master = optimized_values(index);
     } else {
+      AccountScope scope(ledger_, Account::optimizer);
+      const auto range = shards_.optimized(index);
       tensors.master =
-          make_master(index, original, places.masters[static_cast<std::size_t>(index)]);
+          place(places.masters[static_cast<std::size_t>(index)], range.size(), at::kFloat);
+      fill(*tensors.master, index, original, range);
     }
     AccountScope scope(ledger_, Account::gradients);
     const auto numel = shards_.splits_gradients() ? shards_.shard(index) : shards_.whole(index);
     tensors.accumulator =
-        at::zeros({numel}, options.dtype(policy.fp32_accumulation ? at::kFloat : kept));
+        place(places.gradients, numel, policy.fp32_accumulation ? at::kFloat : kept)->tensor();
   }
   for (const int entry : layout.entries) {
     auto& parameter = parameters_[static_cast<std::size_t>(entry)];
@@ -256,7 +254,8 @@ void FlatStore::refresh(int index) {
   auto& tensors = flats_[static_cast<std::size_t>(entry.flat)];
   if (shards_.splits_parameters(entry.flat)) {
     fail("zero", "refresh('", entry.name,
-         "') of a parameter that is sharded over the ranks; edit it inside gathered(writer)");
+         "') of a parameter that is sharded over the ranks or offloaded; edit it inside "
+         "gathered(writer)");
   }
   if (!tensors.own_master) return;
   const auto optimized = shards_.optimized(entry.flat);
@@ -274,8 +273,17 @@ void FlatStore::make_room(int index) {
 Event FlatStore::gather_parameters(int index) {
   auto& tensors = flat(index);
   if (tensors.values.numel() == 0) return {};
-  return ranks_.shard->all_gather(tensors.values, tensors.shard,
-                                  join("parameters of ", label(index)));
+  const auto here = tensors.shard->tensor();
+  const auto range = shards_.mine(index);
+  const auto what = join("parameters of ", label(index));
+  if (shards_.size() > 1 && here.defined() && here.device() == tensors.values.device()) {
+    return ranks_.shard->all_gather(tensors.values, here, what);
+  }
+  const auto mine = tensors.values.narrow(0, range.begin, range.size());
+  const bool directly = here.defined() || mine.device().is_cpu();  // a file knows the CPU only
+  if (shards_.size() == 1 && directly) return tensors.shard->fetch(0, mine);
+  tensors.shard->read(0, mine);
+  return ranks_.shard->all_gather(tensors.values, mine, what);
 }
 
 void FlatStore::expose(int index) {
@@ -298,10 +306,11 @@ void FlatStore::share_values(int index, int writer) {
   if (tensors.values.numel() == 0) return;
   ranks_.all->broadcast(tensors.values.view(at::kByte), writer, label(index)).wait();
   const auto mine = shards_.mine(index);
-  if (tensors.shard.defined()) {
-    tensors.shard.copy_(tensors.values.narrow(0, mine.begin, mine.size()));
+  if (tensors.shard) tensors.shard->write(0, tensors.values.narrow(0, mine.begin, mine.size()));
+  if (tensors.own_master) {
+    const auto range = shards_.optimized(index);
+    tensors.master->write(0, tensors.values.narrow(0, range.begin, range.size()));
   }
-  if (tensors.own_master) tensors.master->write(0, optimized_values(index));
   for (const int entry : table_.flats()[static_cast<std::size_t>(index)].entries) {
     versions_[static_cast<std::size_t>(entry)] =
         parameters_[static_cast<std::size_t>(entry)]._version();
@@ -319,10 +328,10 @@ void FlatStore::warn_of_lost_edits() {
   }
 }
 
-at::Tensor FlatStore::optimized_values(int index) {
+offload::SpanPtr FlatStore::optimized_values(int index) {
   if (shards_.splits_parameters(index)) return flat(index).shard;
   const auto range = shards_.optimized(index);
-  return flat(index).values.narrow(0, range.begin, range.size());
+  return offload::resident(flat(index).values.narrow(0, range.begin, range.size()));
 }
 
 at::Tensor FlatStore::optimized_gradient(int index) {
@@ -372,25 +381,24 @@ at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* wh
   return whole;
 }
 
-// On the model's device; a copy where it is kept elsewhere.
-at::Tensor FlatStore::master_tensor(int index) {
-  const auto& master = flat(index).master;
+// A span as a tensor of the model's device; a copy where it is kept elsewhere.
+at::Tensor FlatStore::on_device(const offload::SpanPtr& span, int index) {
   const auto device = flat(index).values.device();
-  const auto here = master->tensor();
-  if (here.defined()) return here.to(device);
-  auto copy = at::empty({master->numel()}, at::TensorOptions(at::kFloat).device(device));
-  master->read(0, copy);
+  if (const auto here = span->tensor(); here.defined()) return here.to(device);
+  auto copy = at::empty({span->numel()}, at::TensorOptions(span->dtype()).device(device));
+  span->read(0, copy);
   return copy;
 }
 
 at::Tensor FlatStore::whole_master(int index) {
   const auto& tensors = flat(index);
   if (shards_.splits_parameters(index)) {
-    return gathered(tensors.master ? master_tensor(index) : tensors.shard, index, "master");
+    return gathered(on_device(tensors.master ? tensors.master : tensors.shard, index), index,
+                    "master");
   }
   if (!tensors.own_master) return tensors.values;
-  if (!shards_.splits_optimizer()) return master_tensor(index);
-  return gathered(master_tensor(index), index, "master");
+  const auto mine = on_device(tensors.master, index);
+  return shards_.splits_optimizer() ? gathered(mine, index, "master") : mine;
 }
 
 at::Tensor FlatStore::whole_moment(int index, const at::Tensor& moment) {

@@ -22,7 +22,7 @@ namespace poise::zero {
 struct FlatTensors {
   at::Tensor values;        // [whole] what the parameters are views of; where they are sharded it
                             // has memory only while they are gathered
-  at::Tensor shard;         // [shard] this rank's part of the values, where they are sharded
+  offload::SpanPtr shard;   // [shard] this rank's part of the values, where they are sharded
   offload::SpanPtr master;  // [optimized] fp32; the values themselves where those are fp32; null
                             // if frozen
   at::Tensor accumulator;   // [whole] or [shard], fp32 unless asked otherwise; undefined if frozen
@@ -32,6 +32,7 @@ struct FlatTensors {
 // Stores of what does not lie on the device.
 struct Places {
   std::vector<std::shared_ptr<offload::Store>> masters;  // by flat; null: the device
+  std::shared_ptr<offload::Store> gradients, parameters;
 };
 
 class FlatStore {
@@ -53,7 +54,7 @@ class FlatStore {
   at::Tensor view_of(int entry, const at::Tensor& flat) const;
 
   // What the optimizer updates of a flat: its piece of the values and of the summed gradients.
-  at::Tensor optimized_values(int flat);
+  offload::SpanPtr optimized_values(int flat);
   at::Tensor optimized_gradient(int flat);
   // This rank's shard of the summed gradients.
   at::Tensor gradient_shard(int flat);
@@ -93,11 +94,11 @@ class FlatStore {
 
  private:
   void rehome(const config::PrecisionPolicy& policy, const Places& places, int flat);
-  offload::SpanPtr make_master(int flat, const at::Tensor& original,
-                               const std::shared_ptr<offload::Store>& place);
+  void fill(offload::Span& span, int flat, const at::Tensor& original, Range range);
+  const at::Tensor& given(int entry) const;
   void copy_parameters(int flat, const at::Tensor& target);
   at::Tensor original_values(int flat);
-  at::Tensor master_tensor(int flat);
+  at::Tensor on_device(const offload::SpanPtr& span, int flat);
   at::Tensor gathered(const at::Tensor& mine, int flat, const char* what);
   std::string label(int flat) const;
 

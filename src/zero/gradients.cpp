@@ -66,7 +66,11 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
     memory::AccountScope scope(ledger, memory::Account::communication);
     replicas_.reserve(largest * replicas_.size());  // what an all_reduce takes
   }
-  const auto device = store.parameters().front().device();
+  // Where the accumulators are: on the host, where they are offloaded.
+  auto device = store.parameters().front().device();
+  for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+    if (store.flat(flat).accumulator.defined()) device = store.flat(flat).accumulator.device();
+  }
   squared_norms_ = at::zeros({static_cast<std::int64_t>(norm_valid_.size())},
                              at::TensorOptions().dtype(at::kDouble).device(device));
   for (std::size_t i = 0; i < norm_valid_.size(); ++i) {
@@ -131,7 +135,7 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
   const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
   auto& pile = reducer_.pile_of(place.flat);
   auto& arrived = pile.arrived[static_cast<std::size_t>(reducer_.place_of(entry))];
-  const auto ordered = dense(entry, gradient);
+  const auto ordered = dense(entry, gradient).to(pile.sum.device());
   // With one rank the window's last pass over memory also makes the norm.
   const bool makes_norm =
       position_ == MicroBatch::last && shards_.size() == 1 && replicas_.size() == 1;

@@ -110,7 +110,7 @@ Pile& Reducer::pile_of(int flat) {
   if (!s.transient.sum.defined()) {
     AccountScope scope(ledger_, Account::communication);
     s.transient.sum =
-        at::empty({shards_.whole(flat)}, store_.flat(flat).accumulator.options().dtype(at::kFloat));
+        at::empty({shards_.whole(flat)}, store_.flat(flat).values.options().dtype(at::kFloat));
     s.transient.arrived.assign(s.came.size(), 0);
   }
   return s.transient;
@@ -180,7 +180,7 @@ void Reducer::land(const Flight& flight) {
   const auto range = shards_.mine(flight.flat);
   auto shard = store_.gradient_shard(flight.flat);
   const bool add = !shards_.splits_gradients() || s.shard_written;
-  const auto sum = flight.sum.narrow(0, range.begin, range.size());
+  const auto sum = flight.sum.narrow(0, range.begin, range.size()).to(shard.device());
   kernels::accumulate(launch_for(shard.device()),
                       add ? kernels::Accumulate::add : kernels::Accumulate::write,
                       shard.mutable_data_ptr<float>(), kernels::DType::f32, sum.const_data_ptr(),

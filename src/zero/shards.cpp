@@ -10,11 +10,14 @@ Range overlap(Range a, Range b) {
   return shared.begin < shared.end ? shared : Range{b.begin, b.begin};
 }
 
-Shards::Shards(const ParamTable& table, const config::ZeroPolicy& policy, int rank, int size)
+Shards::Shards(const ParamTable& table, const config::ZeroPolicy& policy, int rank, int size,
+               bool offloaded)
     : table_(table),
       rank_(rank),
       size_(size),
-      stage_(size == 1 ? 0 : static_cast<int>(policy.stage)),
+      stage_(size > 1    ? static_cast<int>(policy.stage)
+             : offloaded ? 3
+                         : 0),
       every_(size > 1 && config::reduces_every_micro_batch(policy)) {}
 
 std::int64_t Shards::shard(int flat) const {

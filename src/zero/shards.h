@@ -19,10 +19,13 @@ struct Range {
 Range overlap(Range a, Range b);
 
 // What is split over the ranks: the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
-// A world of one splits nothing, whatever its stage.
+// A world of one splits nothing, whatever its stage, unless its parameters are offloaded.
 class Shards {
  public:
-  Shards(const ParamTable& table, const config::ZeroPolicy& policy, int rank, int size);
+  // `offloaded`: parameters live elsewhere, so a world of one gathers its units, too, as at
+  // stage 3.
+  Shards(const ParamTable& table, const config::ZeroPolicy& policy, int rank, int size,
+         bool offloaded = false);
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -25,8 +25,9 @@ using test::normal;
 struct Stack {
   static constexpr std::int64_t kWidth = 128;
   std::vector<at::Tensor> weights;
+  std::vector<zero::Unit> units;
 
-  explicit Stack(int layers = 8) {
+  explicit Stack(int layers = 8) : units(static_cast<std::size_t>(layers)) {
     for (int i = 0; i < layers; ++i) {
       weights.push_back(normal({kWidth, kWidth}, static_cast<std::uint64_t>(50 + i), 0.15));
       weights.back().requires_grad_();
@@ -43,8 +44,14 @@ struct Stack {
   }
   Loss loss(const at::Tensor& batch) const {
     auto x = batch.to(weights[0].scalar_type());
-    for (const auto& weight : weights) x = at::relu(at::linear(x, weight)) + x;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      x = units[i]([&](const at::Tensor& in) { return at::relu(at::linear(in, weights[i])) + in; },
+                   x);
+    }
     return Loss::mean(at::mse_loss(x.to(at::kFloat), batch), static_cast<double>(batch.size(0)));
+  }
+  void bind(const Engine& engine) {
+    for (std::size_t i = 0; i < units.size(); ++i) units[i] = engine.unit(join("layers.", i));
   }
   std::int64_t numel() const { return static_cast<std::int64_t>(weights.size()) * kWidth * kWidth; }
 };
@@ -106,6 +113,69 @@ TEST(Offload, StatesThatDoNotFitTheBudgetTrainInsideIt) {
   unfit.memory.budget_bytes = budget;
   Stack model;
   EXPECT_THROW(Engine(model.view(), unfit), c10::OutOfMemoryError) << "the budget is real";
+}
+
+// States of 18 bytes for each parameter in 4.5 of them, and in 2.25 where parameters leave, too.
+TEST(Offload, AModelOfSeveralTimesTheBudgetTrainsInsideIt) {
+  TempDir folder;
+  Stack plain_model(16);
+  Engine plain(plain_model.view(), bf16());
+  std::vector<double> losses;
+  for (int i = 0; i < 4; ++i) losses.push_back(step(plain, plain_model, i).loss);
+  const auto states = 18 * plain_model.numel();
+  for (const int times : {4, 8}) {
+    SCOPED_TRACE(times);
+    auto config = in_file(bf16(), folder);
+    config.memory.budget_bytes = states / times;
+    config.offload.gradients = Offload::host;
+    if (times == 8) config.offload.parameters = Offload::file;
+    Stack model(16);
+    Engine engine(model.view(), config);
+    model.bind(engine);
+    for (int i = 0; i < 4; ++i) {
+      const auto result = step(engine, model, i);
+      EXPECT_EQ(result.loss, losses[static_cast<std::size_t>(i)]);
+      EXPECT_LE(result.peak_bytes, states / times);
+    }
+    const auto whole = engine.gathered();
+    for (std::size_t i = 0; i < model.weights.size(); ++i) {
+      ASSERT_TRUE(at::equal(model.weights[i], plain_model.weights[i])) << i;
+    }
+  }
+}
+
+TEST(Offload, ActivationsLeaveTheDeviceUntilBackward) {
+  TempDir folder;
+  const auto large = [](int update) {
+    return std::vector<at::Tensor>{
+        normal({256, Stack::kWidth}, 77u + static_cast<unsigned>(update))};
+  };
+  const auto train = [&](const Config& config, Stack& model) {
+    Engine engine(model.view(), config);
+    StepResult result;
+    for (int i = 0; i < 3; ++i) {
+      result = engine.step(large(i), [&](const at::Tensor& b) { return model.loss(b); });
+    }
+    return result;
+  };
+  Stack plain_model(12);
+  const auto plain = train(bf16(), plain_model);
+  const auto activations = static_cast<std::size_t>(Account::activations);
+  for (const auto where : {Offload::host, Offload::file}) {
+    auto config = where == Offload::file ? in_file(bf16(), folder) : bf16();
+    config.offload.optimizer = Offload::none;
+    config.offload.activations = where;
+    config.offload.activation_min_bytes = 4096;
+    Stack model(12);
+    const auto result = train(config, model);
+    EXPECT_EQ(result.loss, plain.loss);
+    EXPECT_LT(result.accounts[activations], plain.accounts[activations] / 2);
+    EXPECT_GT(where == Offload::file ? result.file_bytes : result.host_bytes,
+              plain.accounts[activations] / 3);
+    for (std::size_t i = 0; i < model.weights.size(); ++i) {
+      EXPECT_TRUE(at::equal(model.weights[i], plain_model.weights[i])) << i;
+    }
+  }
 }
 
 TEST(Offload, BytesAreWhereTheResultSaysTheyAre) {

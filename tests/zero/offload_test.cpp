@@ -37,6 +37,34 @@ void expect_same(const Outcome& one, const Outcome& other) {
   }
 }
 
+// Gradients, parameters and activations, each alone.
+std::vector<std::pair<std::string, config::OffloadPolicy>> further(
+    const config::OffloadPolicy& file, bool gathers) {
+  std::vector<std::pair<std::string, config::OffloadPolicy>> ways(2);
+  ways[0].first = "gradients";
+  ways[0].second.gradients = Offload::host;
+  ways[1].first = "activations to host";
+  ways[1].second.activations = Offload::host;
+  ways.emplace_back("activations to file", file);
+  ways.back().second.optimizer = Offload::none;
+  ways.back().second.activations = Offload::file;
+  if (gathers) {
+    ways.emplace_back();
+    ways.back().first = "parameters to host";
+    ways.back().second.parameters = Offload::host;
+    ways.emplace_back("parameters to file", file);
+    ways.back().second.optimizer = Offload::none;
+    ways.back().second.parameters = Offload::file;
+  }
+  ways.emplace_back("everything", file);
+  auto& everything = ways.back().second;
+  everything.gradients = Offload::host;
+  everything.activations = Offload::host;
+  if (gathers) everything.parameters = Offload::file;
+  for (auto& [name, way] : ways) way.activation_min_bytes = 1;
+  return ways;
+}
+
 struct Case {
   std::string precision;  // fp32, or 16-bit parameters with masters
   std::string optimizer;
@@ -92,6 +120,15 @@ TEST_P(Offloaded, GivesTheBitsOfTheDevice) {
   run.config.offload.optimizer_fraction = 0.6;
   run.config.offload.io = config::OffloadIo::threads;
   expect_same(plain, test::train(run));
+  run.config.offload.optimizer_fraction = 1;
+
+  for (const auto& [name, way] : further(run.config.offload, stage == 3 || ranks == 1)) {
+    SCOPED_TRACE(name);
+    run.config.offload = way;
+    Stream::set_test_delay(6, 100);
+    expect_same(plain, test::train(run));
+    Stream::set_test_delay(0, 0);
+  }
 }
 
 std::string name_of(const ::testing::TestParamInfo<std::tuple<Case, int, int>>& info) {
@@ -105,6 +142,22 @@ INSTANTIATE_TEST_SUITE_P(
                                          Case{"fp16", "adamw"}, Case{"bf16", "sgd"}),
                        ::testing::Values(1, 2), ::testing::Values(0, 1, 2, 3)),
     name_of);
+
+TEST(OffloadedParameters, NeedRanksThatShardThem) {
+  auto run = training_of({"fp32", "adamw"}, 2, 2);
+  run.config.offload.parameters = Offload::host;
+  EXPECT_THROW(
+      {
+        try {
+          test::train(run);
+        } catch (const std::exception& error) {
+          EXPECT_NE(std::string(error.what()).find("set zero.stage to 3"), std::string::npos)
+              << error.what();
+          throw;
+        }
+      },
+      std::exception);
+}
 
 }  // namespace
 }  // namespace poise
