@@ -20,11 +20,14 @@ __all__: list[str] = [
     "Engine",
     "Error",
     "EverythingRecomputed",
+    "FileStore",
     "ForwardScope",
     "GatheredScope",
     "Group",
     "Ledger",
     "LoadedState",
+    "OffloadSpan",
+    "OffloadTransfer",
     "OptimizerFlats",
     "Permutation",
     "Place",
@@ -220,6 +223,45 @@ class Ledger:
         """
     @budget.setter
     def budget(self, arg1: typing.SupportsInt | str | None) -> None: ...
+
+class OffloadTransfer:
+    """
+    A put or fetch on its way.
+    """
+    def wait(self) -> None:
+        """
+        Raises what failed.
+        """
+
+class OffloadSpan:
+    """
+    Elements in a store, one-dimensional.
+    """
+    def fetch(self, begin: typing.SupportsInt, to: torch.Tensor) -> OffloadTransfer:
+        """
+        Elements from `begin` on, on their way into a tensor that nobody touches meanwhile.
+        """
+    def put(self, begin: typing.SupportsInt, values: torch.Tensor) -> OffloadTransfer:
+        """
+        The other way.
+        """
+
+class FileStore:
+    """
+    Spans in a file without a name.
+    """
+    def __init__(
+        self,
+        directory: str,
+        queue_depth: typing.SupportsInt = 8,
+        block_bytes: typing.SupportsInt = 1048576,
+        threads: bool = False,
+    ) -> None: ...
+    def reserve(self, numel: typing.SupportsInt, dtype: torch.dtype) -> OffloadSpan: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
 
 class Group:
     """

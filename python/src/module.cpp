@@ -10,6 +10,7 @@ void bind_core(py::module_& module);
 void bind_kernels(py::module_& module);
 void bind_data(py::module_& module);
 void bind_memory(py::module_& module);
+void bind_offload(py::module_& module);
 void bind_comm(py::module_& module);
 void bind_checkpointing(py::module_& module);
 void bind_config(py::module_& module);
@@ -26,6 +27,7 @@ PYBIND11_MODULE(_C, module) {
   bind_kernels(module);
   bind_data(module);
   bind_memory(module);
+  bind_offload(module);
   bind_comm(module);
   bind_checkpointing(module);
   bind_config(module);

@@ -215,15 +215,22 @@ void Engine::Impl::take_flat(int flat, const state::Saved& saved,
     const auto* kind = from.trainable ? state::kMaster : state::kValue;
     if (layout.trainable) {
       read_span(kind, *tensors.master);
+    } else if (split) {
+      read_span(kind, *tensors.shard);
     } else {
-      read(kind, split ? tensors.shard : tensors.values);
+      read(kind, tensors.values);
     }
     if (!layout.trainable || options.weights_only) continue;
     for (std::size_t n = 0; n < kept->moments.size(); ++n) {
       read_span(state::moment(static_cast<std::int64_t>(n)), *kept->moments[n]);
     }
   }
-  if (tensors.own_master) tensors.master->read(0, store.optimized_values(flat));
+  if (!tensors.own_master) return;
+  const auto low = store.optimized_values(flat);
+  if (const auto here = low->tensor(); here.defined()) return tensors.master->read(0, here);
+  const auto rounded = offloading.memory().allocate(low->numel(), low->dtype());
+  tensors.master->read(0, rounded);
+  low->write(0, rounded);
 }
 
 void Engine::Impl::take_buffers(const state::Saved& saved) {

@@ -70,7 +70,7 @@ void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
     if (table.flats()[static_cast<std::size_t>(flat)].trainable) continue;
     const auto& tensors = store.flat(flat);
     const bool split = shards.splits_parameters(flat);
-    add(state::kValue, flat, split ? tensors.shard : tensors.values,
+    add(state::kValue, flat, split ? in_memory(*tensors.shard) : tensors.values,
         split ? shards.mine(flat).begin : 0);
   }
   for (const auto& kept : optimizer_states.states) {

@@ -17,14 +17,17 @@ struct Way {
   std::int64_t small_below = 0;
   bool low = false;  // bf16 parameters with masters
   config::Offload states = config::Offload::none;
+  config::Offload values = config::Offload::none;
 };
 
 std::string text_of(const Way& w) {
+  const auto place = [](config::Offload where, const char* what) {
+    if (where == config::Offload::none) return std::string();
+    return join(what, where == config::Offload::file ? "file" : "host");
+  };
   return join("w", w.ranks, "s", w.stage, w.reduce == config::Reduce::last ? "last" : "",
-              w.small_below > 0 ? "small" : "", w.low ? "bf16" : "",
-              w.states == config::Offload::none   ? ""
-              : w.states == config::Offload::file ? "file"
-                                                  : "host");
+              w.small_below > 0 ? "small" : "", w.low ? "bf16" : "", place(w.states, "states"),
+              place(w.values, "values"));
 }
 
 Config config_of(const Way& way) {
@@ -32,7 +35,9 @@ Config config_of(const Way& way) {
   config.zero.reduce = way.reduce;
   config.zero.persistence_threshold = way.small_below;
   config.offload.optimizer = way.states;
-  if (way.states == config::Offload::file) config.offload.directory = ::testing::TempDir();
+  config.offload.parameters = way.values;
+  if (way.states == config::Offload::file || way.values == config::Offload::file)
+    config.offload.directory = ::testing::TempDir();
   if (way.low) config.precision.dtype = config.precision.parameters = config::DType::bf16;
   return config;
 }
@@ -45,21 +50,23 @@ bool same_bits(const Way& a, const Way& b) {
   return a.ranks == b.ranks && every(a) == every(b) && a.low == b.low;
 }
 
-const std::vector<Way> kWays{{1, 0},
-                             {2, 0},
-                             {2, 1},
-                             {2, 2},
-                             {2, 3},
-                             {3, 1},
-                             {3, 3, config::Reduce::last},
-                             {4, 0},
-                             {4, 2},
-                             {4, 3, config::Reduce::automatic, 10},
-                             {2, 3, config::Reduce::automatic, 0, true},
-                             {3, 2, config::Reduce::automatic, 0, true},
-                             {1, 0, config::Reduce::automatic, 0, true, config::Offload::host},
-                             {2, 3, config::Reduce::automatic, 0, true, config::Offload::file},
-                             {2, 1, config::Reduce::automatic, 0, false, config::Offload::file}};
+const std::vector<Way> kWays{
+    {1, 0},
+    {2, 0},
+    {2, 1},
+    {2, 2},
+    {2, 3},
+    {3, 1},
+    {3, 3, config::Reduce::last},
+    {4, 0},
+    {4, 2},
+    {4, 3, config::Reduce::automatic, 10},
+    {2, 3, config::Reduce::automatic, 0, true},
+    {3, 2, config::Reduce::automatic, 0, true},
+    {1, 0, config::Reduce::automatic, 0, true, config::Offload::host},
+    {2, 3, config::Reduce::automatic, 0, true, config::Offload::file},
+    {2, 1, config::Reduce::automatic, 0, false, config::Offload::file},
+    {2, 3, config::Reduce::automatic, 0, true, config::Offload::host, config::Offload::file}};
 constexpr int kSaved = 3, kEnd = 6;
 
 class Grid : public ::testing::TestWithParam<std::size_t> {};
