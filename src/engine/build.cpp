@@ -186,6 +186,15 @@ std::chrono::milliseconds timeout_of(const config::CommPolicy& policy) {
       std::chrono::duration<double>(policy.timeout_seconds));
 }
 
+state::SaverSettings saver_settings(const Config& config, comm::Group& group) {
+  state::SaverSettings settings{timeout_of(config.comm), config.state.staging_bytes};
+  // Another engine may have saved over this group before.
+  if (group.size() > 1) {
+    settings.id = group.all_gather_text(state::random_word(), "name of the saves").front();
+  }
+  return settings;
+}
+
 memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy) {
   ledger.set_budget(policy.budget_bytes);
   return ledger;
@@ -237,7 +246,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group),
       device(store.parameters().front().device()),
-      saver(group, {timeout_of(config.comm), config.state.staging_bytes}) {
+      saver(group, saver_settings(config, *group)) {
   share_buffers(model, *group);
 }
 

@@ -35,8 +35,22 @@ int checked(int result, const char* what, const std::string& path) {
   return result;
 }
 
+// Again where a signal came in between.
+template <class Call>
+auto repeated(Call call) {
+  for (;;) {
+    const auto result = call();
+    if (result >= 0 || errno != EINTR) return result;
+  }
+}
+
 int open_new(const std::string& path, int more) {
-  return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW | more, 0666);
+  constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
+  return repeated([&] { return ::open(path.c_str(), kNew | more, 0666); });
+}
+
+void to_disk(int file, const std::string& path) {
+  checked(repeated([&] { return ::fsync(file); }), "write", path);
 }
 
 // Some file systems take the flag and refuse the write, some have no fsync for folders.
@@ -67,8 +81,8 @@ void OutputFile::write(char* data, std::size_t size) {
   std::memset(data + size, 0, whole - size);
   for (std::size_t at = 0; at < size;) {
     const auto length = direct_ ? whole - at : size - at;
-    const auto done = ::pwrite(file_.get(), data + at, length, static_cast<off_t>(size_ + at));
-    if (done < 0 && errno == EINTR) continue;
+    const auto place = static_cast<off_t>(size_ + at);
+    const auto done = repeated([&] { return ::pwrite(file_.get(), data + at, length, place); });
     if (done < 0 && direct_ && is_refusal(errno)) {
       direct_ = false;
       checked(::fcntl(file_.get(), F_SETFL, 0), "write", path_);
@@ -87,8 +101,9 @@ void OutputFile::write(char* data, std::size_t size) {
 }
 
 void OutputFile::finish() {
-  checked(::ftruncate(file_.get(), static_cast<off_t>(size_)), "write", path_);
-  checked(::fsync(file_.get()), "write", path_);
+  const auto size = static_cast<off_t>(size_);
+  checked(repeated([&] { return ::ftruncate(file_.get(), size); }), "write", path_);
+  to_disk(file_.get(), path_);
   file_ = Descriptor();
 }
 
@@ -104,8 +119,8 @@ InputFile::InputFile(std::string path)
 void InputFile::read(void* target, std::size_t size, std::uint64_t offset) const {
   auto* to = static_cast<char*>(target);
   while (size > 0) {
-    const auto done = ::pread(file_.get(), to, size, static_cast<off_t>(offset));
-    if (done < 0 && errno == EINTR) continue;
+    const auto place = static_cast<off_t>(offset);
+    const auto done = repeated([&] { return ::pread(file_.get(), to, size, place); });
     if (done < 0) refuse("read", path_);
     if (done == 0) {
       fail("state", path_, " ends at byte ", offset, "; it was cut off: load another save");
@@ -132,12 +147,12 @@ std::uint64_t InputFile::digest() const {
 void write_new_file(const std::string& path, const std::string& bytes) {
   const Descriptor file(checked(open_new(path, 0), "make", path));
   for (std::size_t at = 0; at < bytes.size();) {
-    const auto done = ::write(file.get(), bytes.data() + at, bytes.size() - at);
-    if (done < 0 && errno == EINTR) continue;
+    const auto left = bytes.size() - at;
+    const auto done = repeated([&] { return ::write(file.get(), bytes.data() + at, left); });
     if (done <= 0) refuse("write", path);
     at += static_cast<std::size_t>(done);
   }
-  checked(::fsync(file.get()), "write", path);
+  to_disk(file.get(), path);
 }
 
 std::string read_file(const std::string& path, std::uint64_t limit) {

@@ -59,6 +59,7 @@ void make_folder(const std::string& path) {
 }
 
 void make_folders(const std::string& path) {
+  if (is_folder(in(path, "."))) return;
   for (std::size_t at = 1; at <= path.size(); ++at) {
     if (at < path.size() && path[at] != '/') continue;
     const auto part = path.substr(0, at);
@@ -96,7 +97,11 @@ void sync(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   if (file.get() < 0) refuse("open", path);
   // Some network file systems have no such thing for folders.
-  if (::fsync(file.get()) != 0 && errno != EINVAL) refuse("write", path);
+  int result = 0;
+  do {
+    result = ::fsync(file.get());
+  } while (result != 0 && errno == EINTR);
+  if (result != 0 && errno != EINVAL) refuse("write", path);
 }
 
 void remove_tree(const std::string& path) {

@@ -30,11 +30,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kToAppear{10};  // a folder on a network file system
 constexpr char kFailed = '!';                  // begins the text of a note that is an error
 
-std::string random_word() {
-  std::random_device device;
-  return hex(std::uint64_t{device()} << 32 | device());
-}
-
 std::uint64_t digest_of_values(const std::vector<Piece>& pieces) {
   Digest digest;
   for (const auto& piece : pieces) {
@@ -55,6 +50,11 @@ std::string message_of(const std::exception_ptr& reason) {
 }
 
 }  // namespace
+
+std::string random_word() {
+  std::random_device device;
+  return hex(std::uint64_t{device()} << 32 | device());
+}
 
 struct Saver::Job {
   std::int64_t number = 0;
@@ -85,14 +85,15 @@ Saver::~Saver() {
 }
 
 void Saver::say(const Job& job, const std::string& key, const std::string& text) const {
-  if (group_->size() > 1) group_->leave_note("save/" + key, join(job.number, ' ', text));
+  if (group_->size() > 1)
+    group_->leave_note(join("save/", settings_.id, '/', key), join(job.number, ' ', text));
 }
 
 std::string Saver::hear(const Job& job, const std::string& key) const {
   const auto deadline = Clock::now() + settings_.timeout;
   const auto wanted = join(job.number, ' ');
   for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, kInterruptPeriod)) {
-    const auto note = group_->note("save/" + key);
+    const auto note = group_->note(join("save/", settings_.id, '/', key));
     if (note && note->rfind(wanted, 0) == 0) return note->substr(wanted.size());
     group_->check();
     if (Clock::now() > deadline) {

@@ -19,7 +19,10 @@ namespace poise::state {
 struct SaverSettings {
   std::chrono::milliseconds timeout{1800 * 1000};  // for the other ranks
   std::int64_t staging_bytes = 0;                  // that an asynchronous save may hold
+  std::string id = {};  // alike on all ranks, and of no other Saver over this group
 };
+
+std::string random_word();
 
 class Saver {
  public:

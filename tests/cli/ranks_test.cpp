@@ -147,6 +147,48 @@ TEST_F(Ranks, EveryStageGivesTheCurveOfOneRank) {
   EXPECT_LT(by_stage[1]["peak_bytes"], by_stage[0]["peak_bytes"]);
 }
 
+// Saved by two processes at stage 3, resumed by two at stage 3 and 2 and by one.
+TEST_F(Ranks, ResumeOnAnyNumberOfRanks) {
+  const auto run = [&](int ranks, const std::string& name, std::vector<std::string> settings) {
+    settings.push_back("schedule.total_updates=6");
+    for (const auto process : start(ranks, name, settings)) {
+      EXPECT_EQ(wait_for(process), 0) << log_of(name, 0) << log_of(name, 1);
+    }
+    return summary(name)["losses"];
+  };
+  const auto whole = run(2, "whole", {"zero.stage=3"});
+  run(2, "saved", {"zero.stage=3", "train.max_updates=3", "state.save_every=2"});
+  const auto resume = "state.resume=" + folder_ + "/saved/state";
+  EXPECT_EQ(run(2, "three", {"zero.stage=3", resume}), whole);
+  EXPECT_EQ(run(2, "two", {"zero.stage=2", resume}), whole);
+  const auto alone = run(1, "alone", {resume});
+  ASSERT_EQ(alone.size(), 6u);
+  for (std::size_t i = 0; i < 6; ++i) {
+    const double loss = whole[i];
+    EXPECT_NEAR(alone[i].get<double>(), loss, 1e-5 * loss);
+  }
+}
+
+// A signal that reaches one of two ranks: both end their window, save and end.
+TEST_F(Ranks, ASignalToOneSavesOnBoth) {
+  const std::vector<std::string> settings{"zero.stage=2", "train.max_updates=100000",
+                                          "state.save_every=90000"};
+  const auto processes = start(2, "asked", settings);
+  for (int i = 0; i < 300 && log_of("asked", 0).find("update 2/") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  ::kill(processes[1], SIGUSR1);
+  EXPECT_EQ(wait_for(processes[1]), 128 + SIGUSR1) << log_of("asked", 1);
+  EXPECT_EQ(wait_for(processes[0]), 128 + SIGTERM) << log_of("asked", 0);
+  EXPECT_THAT(log_of("asked", 0), HasSubstr("saved after update "));
+  const auto updates = summary("asked")["updates"].get<int>();
+  const auto more = "train.max_updates=" + std::to_string(updates + 2);
+  for (const auto process : start(2, "asked", {"zero.stage=2", more, "state.resume=auto"})) {
+    EXPECT_EQ(wait_for(process), 0) << log_of("asked", 0);
+  }
+  EXPECT_EQ(summary("asked")["losses"].size(), static_cast<std::size_t>(updates + 2));
+}
+
 TEST_F(Ranks, AKilledRankEndsTheOther) {
   const auto processes = start(2, "killed", {"train.max_updates=1000000", "zero.stage=2"});
   for (int i = 0; i < 300 && log_of("killed", 0).find("update 2/") == std::string::npos; ++i) {

@@ -192,8 +192,7 @@ TEST(Directory, MustBeSharedByAllRanks) {
   const auto errors = testing::errors_on_ranks(
       2,
       [&](std::shared_ptr<comm::Group> group) {
-        memory::Ledger ledger;
-        state::Saver saver(group, ledger, {.timeout = std::chrono::seconds(30)});
+        state::Saver saver(group, {.timeout = std::chrono::seconds(30)});
         state::Contents contents;
         const auto mine = folder / "here";
         if (group->rank() == 1) {  // its disk does not have what rank 0 makes

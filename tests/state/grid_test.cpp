@@ -118,6 +118,21 @@ TEST_P(Grid, LoadsAnywhere) {
 INSTANTIATE_TEST_SUITE_P(Ways, Grid, ::testing::Range(std::size_t{0}, kWays.size()),
                          [](const auto& info) { return text_of(kWays[info.param]); });
 
+// A second engine over the same ranks takes no notes of the first one's saves for its own.
+TEST(Engines, MayFollowEachOtherOnOneGroup) {
+  const TempFolder folder;
+  testing::on_ranks(2,
+                    [&](std::shared_ptr<comm::Group> group) {
+                      for (int i = 0; i < 3; ++i) {
+                        test::GridModel model;
+                        Engine engine(model.view(), test::adamw_config(2), group);
+                        engine.save(folder / std::to_string(i));
+                      }
+                    },
+                    {.timeout = std::chrono::seconds(60)});
+  for (int i = 0; i < 3; ++i) state::verify(state::find(folder / std::to_string(i)));
+}
+
 // Saved with a parameter stored the other way round in memory, and under its tied name.
 TEST(Layouts, MayDiffer) {
   const TempFolder folder;
