@@ -1,0 +1,150 @@
+// A training that is killed again and again while it saves, and resumed from what is there: after
+// every kill the latest save is the state of the run that was never stopped.
+// POISE_KILLS says how many kills; tests/state/kills.sh makes hundreds.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <random>
+
+#include "comm/processes.h"
+#include "state/digest.h"
+#include "state/files.h"
+#include "state/training.h"
+
+namespace poise {
+namespace {
+
+using testing::TempFolder;
+
+// About 1 MB of state, so that a kill meets its writing.
+struct Model {
+  at::Tensor weight = test::normal({320, 320}, 1, 0.05).requires_grad_();
+  at::Tensor bias = test::normal({320}, 2).requires_grad_();
+  ModelView view() const { return {{{"weight", weight}, {"bias", bias}}, {}, {}}; }
+  StepResult step(Engine& engine) {
+    const auto x = test::normal({4, 320}, static_cast<std::uint64_t>(engine.updates()));
+    return engine.step(
+        1, [&](std::size_t) { return Loss::sum(at::linear(x, weight, bias).pow(2).sum(), 4); });
+  }
+};
+
+Config config_of(bool asynchronous) {
+  auto config = test::adamw_config(2);
+  config.state.asynchronous = asynchronous;
+  config.comm.timeout_seconds = 60;
+  return config;
+}
+
+std::string digest_of(Engine& engine) {
+  std::string text;
+  for (const auto* name : {"weight", "bias"}) {
+    const auto master = engine.master(name).contiguous();
+    state::Digest digest;
+    digest.update(master.const_data_ptr(), master.nbytes());
+    text += state::hex(digest.value());
+  }
+  return text;
+}
+
+// What runs in a process of its own per rank: goes on from the latest save, saves after every
+// update.
+TEST(Rank, DISABLED_SavesUntilKilled) {
+  at::set_num_threads(1);
+  const std::string folder = std::getenv("POISE_FOLDER");
+  Model model;
+  Engine engine(model.view(), config_of(std::string(std::getenv("POISE_BEHIND")) == "1"),
+                comm::from_environment());
+  const auto found = engine.group().all_gather_text(state::find(folder), "latest").front();
+  if (!found.empty()) engine.load(found);
+  std::ofstream(std::getenv("POISE_READY") + std::to_string(engine.group().rank())) << "saving";
+  for (;;) {
+    model.step(engine);
+    engine.save(folder, {.total_limit = 2});
+  }
+}
+
+// Threads give the bits of processes.
+std::vector<std::string> digests_of_the_unbroken_run(int ranks, std::int64_t updates) {
+  std::vector<std::string> digests;
+  testing::on_ranks(ranks, [&](std::shared_ptr<comm::Group> group) {
+    at::set_num_threads(1);
+    Model model;
+    Engine engine(model.view(), config_of(false), group);
+    for (;;) {
+      auto digest = digest_of(engine);
+      if (group->rank() == 0) digests.push_back(std::move(digest));
+      if (engine.updates() == updates) return;
+      model.step(engine);
+    }
+  });
+  return digests;
+}
+
+std::string name_of(const ::testing::TestParamInfo<std::tuple<int, bool>>& info) {
+  return join(std::get<0>(info.param), std::get<1>(info.param) ? "_background" : "_waiting");
+}
+
+class Kills : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(Kills, NeverLoseTheLatestSave) {
+  const auto [ranks, behind] = GetParam();
+  const auto kills = testing::rounds("POISE_KILLS", 16) / 4;
+  const TempFolder folder;
+  const auto saves = folder / "saves";
+  std::mt19937 random(static_cast<unsigned>(17 * ranks + (behind ? 1 : 0)));
+
+  std::vector<std::pair<std::int64_t, std::string>> seen;  // after each kill
+  std::int64_t latest = 0, in_flight = 0;
+  for (std::int64_t kill = 0; kill < kills; ++kill) {
+    const auto ready = folder / "ready" + std::to_string(kill) + ".";
+    auto processes = comm::start_ranks(
+        "SavesUntilKilled", ranks,
+        {{"POISE_FOLDER", saves}, {"POISE_BEHIND", behind ? "1" : "0"}, {"POISE_READY", ready}});
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+    for (int rank = 0; rank < ranks; ++rank) {
+      while (!state::is_file(ready + std::to_string(rank))) {
+        ASSERT_LT(std::chrono::steady_clock::now(), deadline) << processes[0]->output();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    while (kill == 0 && state::find(saves).empty()) {  // there is something to lose
+      ASSERT_LT(std::chrono::steady_clock::now(), deadline) << processes[0]->output();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 250'000));
+    // All of them, or one that the other waits for a while.
+    const auto first = static_cast<std::size_t>(random() % static_cast<unsigned>(ranks));
+    processes[first]->signal(SIGKILL);
+    if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(random() % 100));
+    for (const auto& process : processes) {
+      process->signal(SIGKILL);
+      ASSERT_TRUE(process->wait(std::chrono::seconds(20)));
+    }
+    const auto found = state::find(saves);
+    ASSERT_FALSE(found.empty()) << "all saves are lost after kill " << kill;
+    for (const auto& name : state::names_in(saves)) {
+      if (name.find(".saving") != std::string::npos) ++in_flight;
+    }
+    Model loaded;
+    Engine engine(loaded.view(), config_of(false));
+    engine.load(found);  // verifies every byte
+    ASSERT_GE(engine.updates(), latest) << "a save was lost at kill " << kill;
+    latest = engine.updates();
+    seen.emplace_back(latest, digest_of(engine));
+  }
+  const auto want = digests_of_the_unbroken_run(ranks, latest);
+  for (const auto& [updates, digest] : seen) {
+    EXPECT_EQ(digest, want[static_cast<std::size_t>(updates)]) << "after update " << updates;
+  }
+  std::printf("%d rank%s, %s: %lld kills, %lld of them during a save, %lld updates saved\n", ranks,
+              ranks > 1 ? "s" : "", behind ? "in the background" : "waiting",
+              static_cast<long long>(kills), static_cast<long long>(in_flight),
+              static_cast<long long>(latest));
+  EXPECT_GT(latest, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, Kills,
+                         ::testing::Combine(::testing::Values(1, 2), ::testing::Bool()), name_of);
+
+}  // namespace
+}  // namespace poise
