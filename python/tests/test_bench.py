@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from poise import _C, Error, bench
-from poise.bench import ledger, optimizer
+from poise.bench import ledger, optimizer, state
 
 
 def test_both_sides_do_the_same_update():
@@ -67,3 +67,24 @@ def test_the_step_is_counted_on_one_side_only():
     assert step.counted() > parameters  # the gradients at least
     (figure,) = ledger.counting_allocator_overhead(repeats=2)
     assert figure["value"] == pytest.approx(figure["with_ms"] / figure["without_ms"], abs=2e-3)
+
+
+def test_saves_of_both_sides_hold_the_same_state(tmp_path):
+    figures = {f["figure"]: f for f in state.save_and_load(3_000, 1, str(tmp_path))}
+    assert {"save_vs_raw", "save_vs_torch", "load_vs_torch"} <= set(figures)
+    for figure in figures.values():
+        assert figure["value"] > 0 and figure["better"] == "higher"
+    ours, theirs = state._Ours(3_000), state._Torch(3_000)
+    ours.engine.save(tmp_path / "saves")
+    theirs.save(tmp_path / "state.pt")
+    again = state._Torch(3_000)
+    again.load(tmp_path / "state.pt")
+    (block,) = again.model.blocks
+    assert ours.bytes() == 12 * block.numel()  # a master and two moments, as there
+    assert set(again.optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert not list(tmp_path.glob("poise-bench-*"))  # nothing is left
+
+
+def test_the_stall_is_measured_without_the_writing(tmp_path):
+    (figure,) = state.async_stall(3_000, 2, str(tmp_path))
+    assert figure["value"] == pytest.approx(figure["stall_ms"] / figure["save_ms"], rel=0.1)
