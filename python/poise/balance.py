@@ -102,21 +102,44 @@ def find(
     Raises:
       NothingFits: with the least that would do.
     """
-    sizes = sorted(micro_batches or _divisors(samples))
-    policies = [engine.checkpointing]
-    blocks = len(engine.blocks)
-    if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
-        policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
     before = engine.checkpointing
+    sizes = sorted(micro_batches or _divisors(samples))
     try:
-        fits = [_Fit.of(engine, policy, sizes, batch_of, loss_fn) for policy in policies]
-        candidates = _candidates(fits, sizes, samples, blocks)
+        fits = _fits(engine, batch_of, loss_fn, sizes, recompute)
+        candidates = _candidates(fits, sizes, samples, len(engine.blocks))
         if not candidates:
             raise _no_candidate(engine, sizes[0], budget)
         return _choose(engine, candidates, fits, budget, batch_of, loss_fn)
     except BaseException:
         engine.set_checkpointing(before)
         raise
+
+
+def predict(
+    engine: Engine, batch_of: Callable[[int], Any], loss_fn: Callable[[Any], Any], samples: int
+) -> list[Candidate]:
+    """All candidates of find(), none of them tried; the engine is left as it was."""
+    before, sizes = engine.checkpointing, _divisors(samples)
+    try:
+        fits = _fits(engine, batch_of, loss_fn, sizes, recompute=True)
+        return _candidates(fits, sizes, samples, len(engine.blocks))
+    finally:
+        engine.set_checkpointing(before)
+
+
+def _fits(
+    engine: Engine,
+    batch_of: Callable[[int], Any],
+    loss_fn: Callable[[Any], Any],
+    sizes: Sequence[int],
+    recompute: bool,
+) -> list[_Fit | None]:
+    """Of every block recomputed and of none; of one alone where there is nothing to choose."""
+    policies = [engine.checkpointing]
+    blocks = len(engine.blocks)
+    if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
+        policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
+    return [_Fit.of(engine, policy, sizes, batch_of, loss_fn) for policy in policies]
 
 
 class _Fit:

@@ -25,6 +25,8 @@ _MEASUREMENTS = {
     "stages_vs_torch": "poise.bench.ranks:stages_vs_torch",
     "tiny_stage2": "poise.bench.ranks:tiny_stage2",
     "cost_of_stages": "poise.bench.ranks:cost_of_stages",
+    "plan": "poise.bench.planning:plan",
+    "plan_search": "poise.bench.planning:plan_search",
 }
 _MEANINGS = {
     "optimizer_stage": "the optimizer's update against torch's and against moving its bytes",
@@ -41,6 +43,8 @@ _MEANINGS = {
     "async_stall": "how long an asynchronous save holds the training up, over a save",
     "stages_vs_torch": "two ranks: stages 1 to 3 against DDP, its sharded optimizer, and FSDP2",
     "tiny_stage2": "two ranks: stage 2 of very many very small parameters against DDP",
+    "plan": "predicted bytes and seconds of 60 balances of four models against running them",
+    "plan_search": "seconds that `poise plan` takes for 32 layers, and for 100 on 1,024 GPUs",
     "cost_of_stages": "two ranks: bytes held and sent by each stage against the formulas",
 }
 
