@@ -246,7 +246,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group),
       device(store.parameters().front().device()),
-      saver(group, saver_settings(config, *group)) {
+      saver(group, offloading.memory(), saver_settings(config, *group)) {
   share_buffers(model, *group);
 }
 

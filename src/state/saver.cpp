@@ -71,8 +71,9 @@ struct Saver::Job {
   std::string final() const { return in(directory, name); }
 };
 
-Saver::Saver(std::shared_ptr<comm::Group> group, SaverSettings settings)
-    : group_(std::move(group)), settings_(settings), staging_(settings.staging_bytes) {}
+Saver::Saver(std::shared_ptr<comm::Group> group, offload::HostMemory& memory,
+             SaverSettings settings)
+    : group_(std::move(group)), settings_(settings), staging_(memory, settings.staging_bytes) {}
 
 Saver::~Saver() {
   try {

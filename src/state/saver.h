@@ -26,7 +26,8 @@ std::string random_word();
 
 class Saver {
  public:
-  Saver(std::shared_ptr<comm::Group> group, SaverSettings settings);
+  // `memory`, which staging is taken from, outlives it.
+  Saver(std::shared_ptr<comm::Group> group, offload::HostMemory& memory, SaverSettings settings);
   ~Saver();  // finishes a save in flight; its failure is logged
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;

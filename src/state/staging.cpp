@@ -10,8 +10,8 @@
 
 namespace poise::state {
 
-Staging::Staging(std::int64_t limit)
-    : limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
+Staging::Staging(offload::HostMemory& memory, std::int64_t limit)
+    : memory_(memory), limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
 
 Staging::Tile Staging::make() {
   Tile tile;

@@ -19,9 +19,9 @@ inline constexpr std::size_t kTile = std::size_t{4} << 20;
 
 class Staging {
  public:
-  // `limit` bytes, at least two tiles: memory of the host, outside ledger and budget, so that what
-  // fits the device can be saved.
-  explicit Staging(std::int64_t limit);
+  // `limit` bytes of `memory`, at least two tiles: outside ledger and budget, so that what fits the
+  // device can be saved. `memory` outlives it.
+  Staging(offload::HostMemory& memory, std::int64_t limit);
 
   struct Tile {
     at::Tensor memory;
@@ -34,7 +34,7 @@ class Staging {
  private:
   Tile make();
 
-  offload::HostMemory memory_{c10::Device(c10::kCPU), /*pinned_budget_bytes=*/0};
+  offload::HostMemory& memory_;
   const std::size_t limit_;
   std::mutex mutex_;
   std::condition_variable returned_;

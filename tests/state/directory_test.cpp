@@ -192,7 +192,8 @@ TEST(Directory, MustBeSharedByAllRanks) {
   const auto errors = testing::errors_on_ranks(
       2,
       [&](std::shared_ptr<comm::Group> group) {
-        state::Saver saver(group, {.timeout = std::chrono::seconds(30)});
+        offload::HostMemory memory(c10::Device(c10::kCPU), 0);
+        state::Saver saver(group, memory, {.timeout = std::chrono::seconds(30)});
         state::Contents contents;
         const auto mine = folder / "here";
         if (group->rank() == 1) {  // its disk does not have what rank 0 makes
