@@ -14,7 +14,7 @@ _check_torch(
     running_cuda=_torch.version.cuda,
 )
 
-from poise import checkpointing, comm, data, memory, ops, zero  # noqa: E402  (after the check)
+from poise import accelerator, checkpointing, comm, data, memory, ops, zero  # noqa: E402  (after the check)
 from poise._C import Bug, Config, Error, StepResult  # noqa: E402
 from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
@@ -28,6 +28,7 @@ from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
 from poise.own_loop import wrap  # noqa: E402
 from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
+from poise.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 from poise.status import Status  # noqa: E402
 from poise.thin_faces import (  # noqa: E402
     ActivationCheckpoint,
@@ -52,6 +53,8 @@ __all__ = [
     "Loss",
     "MixedPrecisionTrainer",
     "PredictionOutput",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "Status",
     "StepResult",
     "Term",
@@ -61,6 +64,7 @@ __all__ = [
     "TrainingArguments",
     "ZeROOptimizer",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
     "chunked_cross_entropy",

@@ -23,11 +23,16 @@ from poise._C import Group
 __all__ = [
     "Group",
     "Ranks",
+    "barrier",
     "fake",
     "from_environment",
     "from_process_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
     "group_for",
     "hybrid",
+    "is_initialized",
     "one_rank",
 ]
 
@@ -119,3 +124,32 @@ def hybrid(
     blocks = [list(range(first, first + shard_size)) for first in range(0, size, shard_size)]
     places = [list(range(place, size, shard_size)) for place in range(shard_size)]
     return Ranks(group_for(dist.group.WORLD, device, timeout), mine(blocks), mine(places))
+
+
+# What DeepSpeed scripts ask deepspeed.comm; one rank needs no torch.distributed.
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """Of this process among all."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Of this process among those of its machine."""
+    place = _C.place_from_environment()
+    return 0 if place is None or place.local_rank is None else place.local_rank
+
+
+def barrier() -> None:
+    """Returns when all ranks have called it."""
+    if is_initialized():
+        dist.barrier()

@@ -64,6 +64,14 @@ class ModelCall:
             return _samples(batch)
         return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
 
+    def _call(self, batch: Any) -> Any:
+        try:
+            return call_model(self._model, batch)
+        except IndexError as error:
+            if reason := _out_of_range(self._model, batch):
+                raise Error(f"[trainer] {reason}") from error
+            raise
+
     def _counted(self, loss: Loss, batch: Any) -> Loss:
         self.came_counted = loss.count is not None or loss.kind != "mean"
         if not self.came_counted:
@@ -73,7 +81,13 @@ class ModelCall:
     def loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
         """The loss, and all that the model returned."""
         if self._compute_loss is None:
-            outputs = call_model(self._model, batch)
+            outputs = self._call(batch)
+            if labels_in(batch) is None and _has_no_loss(outputs):
+                raise Error(
+                    f"[trainer] the batch has {_keys(batch)} but no labels, and the model returned "
+                    "no loss; let the dataset or data_collator give labels, or give "
+                    "compute_loss_func"
+                )
             return _loss_in(outputs), outputs
         outputs = call_model(self._model, _without_labels(batch))
         # With the micro-batch's own number functions written for transformers make a mean; the
@@ -109,6 +123,40 @@ def _loss_in(outputs: Any) -> Loss:
             "return the loss from forward, or give compute_loss_func"
         )
     return as_loss(outputs)
+
+
+def _out_of_range(model: nn.Module, batch: Any) -> str:
+    """Which of a batch's numbers a model of transformers has no class or word for; empty: none."""
+    config, ids = getattr(getattr(model, "_orig_mod", model), "config", None), {}
+    words = getattr(config, "vocab_size", None)
+    if isinstance(batch, Mapping):
+        ids["input_ids"] = (batch.get("input_ids"), words)
+    labels = labels_in(batch)
+    # One label a sample is a class, one a token is a word or a class of words.
+    classes = getattr(config, "num_labels", None)
+    is_class = labels is not None and (labels.dim() == 1 or not words)
+    ids["labels"] = (labels, classes if is_class else words)
+    for name, (values, count) in ids.items():
+        if not isinstance(values, torch.Tensor) or values.is_floating_point() or not count:
+            continue
+        wrong = values[(values >= count) | ((values < 0) & (values != -100))]
+        if wrong.numel() > 0:
+            return (
+                f"{name} have {int(wrong[0])}, and the model knows 0 to {count - 1}"
+                f"{' (-100: not counted)' if name == 'labels' else ''}"
+            )
+    return ""
+
+
+def _has_no_loss(outputs: Any) -> bool:
+    """Whether it is an output with fields, none of them a loss."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss") is None
+    return hasattr(outputs, "loss") and outputs.loss is None
+
+
+def _keys(batch: Any) -> str:
+    return ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
 
 
 def _is_number(value: Any) -> bool:

@@ -69,7 +69,7 @@ def wrap(
     engine = Engine(model, settings, units, group)
     if loader is not None:
         _check_ranks(loader, engine)
-    wrapped = WrappedModel(engine, optimizer, loader)
+    wrapped = WrappedModel(engine, optimizer, loader, schedulers)
     for one in schedulers:
         gate(one, wrapped)
     return Wrapped(wrapped, optimizer, scheduler, wrapped.loader)
@@ -85,7 +85,14 @@ def gate(scheduler: Any, model: WrappedModel) -> None:
         if model.step_was_applied:
             step(*args, **kwargs)
 
-    scheduler.step = after_updates
+    of_scheduler = scheduler.state_dict
+
+    def without_functions() -> dict[str, Any]:
+        return {name: v for name, v in of_scheduler().items() if name not in gates}
+
+    gates = {"step": after_updates, "state_dict": without_functions}
+    for name, function in gates.items():
+        setattr(scheduler, name, function)
 
 
 def _settings(

@@ -253,12 +253,8 @@ class Trainer(TrainerHooks):
     def _predict(
         self, loader: Any, prefix: str, with_loss: bool, ignore_keys: list[str] | None
     ) -> PredictionOutput:
-        of_batch = self._call.predict
-        if self._overrides("compute_loss"):
-            of_batch = self._given_outputs
-
         def call(batch: Any) -> tuple[Loss | None, Any, Any]:
-            answer = of_batch(trainer_data.to_device(batch, self.args.device), with_loss)
+            answer = self._outputs_of(trainer_data.to_device(batch, self.args.device), with_loss)
             self._event("on_prediction_step")
             return answer
 
@@ -274,6 +270,12 @@ class Trainer(TrainerHooks):
                 self._group,
                 tuple(ignore_keys or ()),
             )
+
+    def _outputs_of(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
+        """(loss, outputs without it, labels) of a batch, as model_call.ModelCall.predict."""
+        if self._overrides("compute_loss"):
+            return self._given_outputs(batch, with_loss)
+        return self._call.predict(batch, with_loss)
 
     def _eval_loader(self, method: str, dataset: Any) -> Any:
         if self._overrides(method):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from poise import loop_state
 from poise._batch import cast_inputs, count_targets
 from poise._C import Error, StepResult
 from poise.config import settings_of
@@ -39,10 +40,12 @@ class WrappedModel:
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         loader: Iterable[Any] | None = None,
+        schedulers: Sequence[Any] = (),
     ) -> None:
         self.engine = engine
         self.module = engine.model
         self.last_result: StepResult | None = None
+        self._schedulers = list(schedulers)
         self._optimizer = HandedOver(optimizer, engine, self.step)
         self.loader = None if loader is None else MarkedLoader(loader, self._new_epoch)
         self._counts = ModelCall(engine.model)
@@ -152,6 +155,36 @@ class WrappedModel:
         """Into the model, on rank 0 for all; all ranks."""
         with self.engine.gathered(writer=0):
             return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save(
+        self,
+        directory: Any,
+        *,
+        name: str = "",
+        user: Mapping[str, str] | None = None,
+        total_limit: int = 0,
+    ) -> str:
+        """Saves model, optimizer, schedulers and generators as a folder that is whole or not there;
+        between windows, all ranks. Arguments and result as in poise.Engine.save."""
+        texts = loop_state.text(self._optimizer.optimizer, self._schedulers, self._counters())
+        user = {**(user or {}), loop_state.KEY: texts}
+        return self.engine.save(directory, name=name, user=user, total_limit=total_limit)
+
+    def load(self, path: Any, *, weights_only: bool = False) -> Any:
+        """Goes on from a save, or from the latest one in a directory of saves; all ranks."""
+        loaded = self.engine.load(path, weights_only=weights_only)
+        if not weights_only:
+            saved = loaded.user.get(loop_state.KEY)
+            self._take_counters(loop_state.take(saved, self._optimizer.optimizer, self._schedulers))
+        return loaded
+
+    save_state, load_state = save, load  # accelerate's names
+
+    def _counters(self) -> dict[str, Any]:
+        """What a subclass counts itself."""
+        return {}
+
+    def _take_counters(self, counters: Mapping[str, Any]) -> None: ...
 
     def _closes(self, micro_batches: int | None = None) -> bool:
         done = self.engine.micro_batches if micro_batches is None else micro_batches

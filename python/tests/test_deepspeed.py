@@ -240,6 +240,27 @@ def test_the_files_of_the_issue_runs_as_printed(tmp_path):
     )
     first, *_, last = (run(engine, [rows(6)[:6]])[0].loss for _ in range(20))
     assert last < first and engine.zero_optimization_stage() == 2
+    assert engine.last_result.host_bytes > 0  # masters and moments are away from the device
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_states_change_no_bit(device, tmp_path):
+    seen = []
+    for where in ("none", device):
+        offload = {"device": where, "nvme_path": str(tmp_path)}
+        zero = {"stage": 2, "offload_optimizer": offload}
+        model = WithLoss()
+        engine, *_ = poise.initialize(
+            model=model,
+            config=config(
+                optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+                zero_optimization=zero,
+                gradient_clipping=0.5,
+            ),
+        )
+        run(engine, in_pieces(rows(32), 2))
+        seen.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
 def test_the_model_goes_to_a_file_and_back(tmp_path):
@@ -254,6 +275,59 @@ def test_the_model_goes_to_a_file_and_back(tmp_path):
         engine.save_16bit_model(tmp_path, "../x")
 
 
+def resumable(folder=None):
+    adam = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
+    schedule = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2, "total_num_steps": 6},
+    }
+    engine, *_ = poise.initialize(
+        model=WithLoss(), config=config(optimizer=adam, scheduler=schedule)
+    )
+    return engine
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path):
+    data = in_pieces(rows(48), 2)
+    whole = resumable()
+    run(whole, data)
+    first = resumable()
+    run(first, data[:12])
+    assert first.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    run(first, data[12:16])
+    first.save_checkpoint(tmp_path, tag="mine")
+    second = resumable()
+    path, client = second.load_checkpoint(tmp_path, tag="global_step3")
+    assert path == str(tmp_path / "global_step3") and client == {"epoch": 3}
+    assert (second.global_steps, second.micro_steps, second.get_lr()) == (3, 12, [0.02])
+    run(second, data[12:])
+    for p, q in zip(second.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(p, q)
+    third = resumable()
+    assert third.load_checkpoint(tmp_path)[0] == str(tmp_path / "mine")  # the latest
+    run(third, data[16:])
+    for p, q in zip(third.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_parameters_alone_and_no_save_at_all(tmp_path, caplog):
+    engine = resumable()
+    with caplog.at_level(logging.WARNING, "poise"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert "no save in" in caplog.text
+    run(engine, in_pieces(rows(8), 2))
+    engine.save_checkpoint(tmp_path)
+    other = resumable()
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    assert other.global_steps == 0 and other.engine.updates == 0
+    for p, q in zip(other.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(poise.Error, match="client_state cannot be saved as JSON"):
+        engine.save_checkpoint(tmp_path, client_state={"model": engine.module})
+    with pytest.raises(poise.Error, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
 def test_gathered_parameters_find_their_engine():
     model = WithLoss()
     with poise.zero.Init(dtype=torch.bfloat16):
@@ -266,6 +340,20 @@ def test_gathered_parameters_find_their_engine():
         with torch.no_grad():
             model.body[0].weight.fill_(0.5)
     assert engine.engine.master("body.0.weight").eq(0.5).all()
+
+
+def test_a_script_asks_where_it_is():
+    accelerator = poise.accelerator.get_accelerator()
+    assert accelerator.current_device_name() == accelerator.device_name() == "cpu"
+    assert (accelerator.device_count(), accelerator.communication_backend_name()) == (1, "gloo")
+    accelerator.set_device(0)
+    assert (poise.comm.get_rank(), poise.comm.get_world_size(), poise.comm.get_local_rank()) == (
+        0,
+        1,
+        0,
+    )
+    assert not poise.comm.is_initialized()
+    poise.comm.barrier()
 
 
 def test_the_command_line_has_deepspeeds_options():
@@ -296,6 +384,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 args = deepspeed.add_config_arguments(parser).parse_args()
 deepspeed.init_distributed()
+assert deepspeed.comm.get_world_size() == {size}
+deepspeed.comm.barrier()
 model = WithLoss()
 engine, optimizer, _, _ = deepspeed.initialize(
     args=args, model=model, model_parameters=model.parameters()
@@ -317,7 +407,7 @@ if engine.global_rank == 0:
 def test_a_script_runs_on_ranks_with_another_import_alone(size, stage, tmp_path):
     script, settings = tmp_path / "script.py", tmp_path / "ds.json"
     tests = str(rank_processes.FOLDER)
-    script.write_text(SCRIPT.format(package="poise as deepspeed", tests=tests))
+    script.write_text(SCRIPT.format(package="poise as deepspeed", tests=tests, size=size))
     settings.write_text(
         json.dumps(
             {

@@ -101,6 +101,14 @@ def test_two_batch_numbers_make_the_third(given, ranks, batch):
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
             "use none, cpu or nvme",
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "is nvme without nvme_path",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "does not move parameters",
+        ),
         ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
         ({"zero_optimization": {"stag": 2}}, "did you mean zero_optimization.stage?"),
         ({"autotuning": {"enabled": True}}, "poise plan finds"),
@@ -194,6 +202,7 @@ def test_every_documented_key_has_a_fate(path):
     assert key.text or key.to
 
 
+OFFLOADED = {"device": "nvme", "nvme_path": "out"}
 SAMPLES = {  # of mapped keys: a value, and what poise's settings then say
     "train_batch_size": (8, ("batch", "micro_batch_size", 8)),
     "train_micro_batch_size_per_gpu": (3, ("batch", "micro_batch_size", 3)),
@@ -209,6 +218,11 @@ SAMPLES = {  # of mapped keys: a value, and what poise's settings then say
     "bf16.enabled": (True, ("precision", "parameters", "bf16")),
     "torch_autocast.enabled": (True, ("precision", "dtype", "bf16")),
     "torch_autocast.dtype": ("torch.float16", ("precision", "dtype", "fp16")),
+    "zero_optimization.offload_optimizer.device": ("cpu", ("offload", "optimizer", "host")),
+    "zero_optimization.offload_optimizer.nvme_path": ("x", ("offload", "directory", "x")),
+    "zero_optimization.offload_optimizer.ratio": (0.5, ("offload", "optimizer_fraction", 0.5)),
+    "aio.block_size": (8192, ("offload", "block_bytes", 8192)),
+    "aio.queue_depth": (4, ("offload", "queue_depth", 4)),
     "zero_optimization.stage": (3, ("zero", "stage", 3)),
     "zero_optimization.overlap_comm": (False, ("zero", "overlap", False)),
     "zero_optimization.stage3_param_persistence_threshold": (
@@ -235,6 +249,10 @@ def test_every_mapped_key_reaches_the_setting_that_the_table_names():
         top = key.path.split(".")[0]
         if top in ("fp16", "torch_autocast"):
             given[top].setdefault("enabled", True)
+        if key.to.startswith("offload.") and not key.to.endswith("optimizer"):
+            zero = given.setdefault("zero_optimization", {})
+            offload = zero.setdefault("offload_optimizer", {})
+            offload.update({k: v for k, v in OFFLOADED.items() if k not in offload})
         if "stage3" in key.path:
             given[top]["stage"] = 3
         settings = read(given).engine

@@ -606,3 +606,37 @@ def test_scripts_write_their_metrics(tmp_path, capsys):
     assert "train_loss" in capsys.readouterr().out
     assert "train_loss" in (tmp_path / "all_results.json").read_text()
     assert math.isfinite(metrics["train_samples_per_second"])
+
+
+# What cannot be meant.
+
+
+def test_labels_outside_the_vocabulary_are_named(tmp_path):
+    rows = causal_rows(8)
+    rows[3]["labels"] = rows[3]["labels"].clone()
+    rows[3]["labels"][5] = 99
+    with pytest.raises(poise.Error, match="labels have 99, and the model knows 0 to 30"):
+        poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=rows).train()
+    classes = [{**row, "labels": torch.tensor(3)} for row in text_rows(8)]
+    with pytest.raises(poise.Error, match="labels have 3, and the model knows 0 to 2"):
+        poise.Trainer(made("bert"), arguments(tmp_path), train_dataset=classes).train()
+    words = [{**row, "input_ids": row["input_ids"] + 20} for row in causal_rows(8)]
+    with pytest.raises(poise.Error, match="input_ids have .*, and the model knows 0 to 30"):
+        poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=words).train()
+
+
+def test_a_batch_without_labels_is_named(tmp_path):
+    rows = [{"input_ids": row["input_ids"]} for row in causal_rows(8)]
+    with pytest.raises(poise.Error, match="the batch has input_ids but no labels"):
+        poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=rows).train()
+
+
+def test_data_without_a_length_needs_max_steps(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(causal_rows(32))
+
+    with pytest.raises(poise.Error, match="has no length; set max_steps"):
+        poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=Stream()).train()
+    args = arguments(tmp_path, max_steps=3)
+    assert poise.Trainer(made("gpt2"), args, train_dataset=Stream()).train().global_step == 3

@@ -338,6 +338,43 @@ def test_state_of_a_wrapped_optimizer_loads_into_another():
     assert run2.last_result.updates == 4
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: None,
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=9),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    ],
+)
+def test_a_saved_loop_goes_on_as_if_nothing_had_been(make, tmp_path):
+    data = rows(48)
+
+    def begun():
+        model = network()
+        optimizer = adamw(model)
+        return poise.wrap(model, optimizer, make(optimizer), accumulation=2)
+
+    def train(loop, windows):
+        model, optimizer, scheduler, _ = loop
+        for x, y in windows:
+            model.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+    pieces = [data[i : i + 4] for i in range(0, 48, 4)]
+    whole, first, second = begun(), begun(), begun()
+    train(whole, pieces)
+    train(first, pieces[:6])
+    path = first.model.save(tmp_path, user={"mine": "text"})
+    loaded = second.model.load(tmp_path)
+    assert (loaded.path, loaded.user["mine"]) == (path, "text")
+    train(second, pieces[6:])
+    for p, q in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert second.optimizer.param_groups[1]["lr"] == whole.optimizer.param_groups[1]["lr"]
+
+
 # Precision.
 
 

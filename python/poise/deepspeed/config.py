@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from poise._C import Error
 from poise.deepspeed.keys import OLD_NAMES, OLD_SWITCHES, TABLE, Key
 
@@ -210,37 +212,49 @@ def _zero(values: dict[str, Any], settings: Settings) -> None:
     if threshold is not None and stage == 3:
         zero["persistence_threshold"] = int(threshold)
     settings.shard_size = max(0, int(_number(values, "zero_optimization.mics_shard_size", -1)))
-    _offload(values, stage)
+    settings.engine["offload"] = _offload(values, stage)
     settings.engine["zero"] = zero
 
 
-def _offload(values: dict[str, Any], stage: int) -> None:
+def _offload(values: dict[str, Any], stage: int) -> dict[str, Any]:
     for what in ("optimizer", "param"):
         path = f"zero_optimization.offload_{what}.device"
         device = values.get(path) or "none"
-        if device == "none":
-            continue
-        if device not in ("cpu", "nvme"):
+        if device not in ("none", "cpu", "nvme"):
             raise Error(f"[deepspeed] {path} is {device!r}; use none, cpu or nvme")
-        if what == "param" and stage != 3:
-            raise Error(
-                f"[deepspeed] {path} is {device} at stage {stage}, where parameters are not "
-                "sharded; set zero_optimization.stage to 3, or leave it out"
-            )
-        if device == "nvme":
-            raise Error(f"[deepspeed] {path} is nvme: poise keeps nothing in files yet; use cpu")
-        _check_device(path)
-
-
-def _check_device(path: str) -> None:
-    import torch
-
-    if torch.cuda.is_available():
+        if what == "param" and device != "none":
+            _check_parameters(path, device, stage)
+    offload: dict[str, Any] = {}
+    for key in TABLE:
+        if key.to.startswith("offload.") and values.get(key.path) is not None:
+            value = values[key.path]
+            offload[key.to.split(".")[1]] = key.convert(value) if key.convert else value
+    where = offload.get("optimizer", "none")
+    if where == "file" and not offload.get("directory"):
         raise Error(
-            f"[deepspeed] {path} is cpu: poise does not move states from a GPU to the host yet; "
-            "leave it out"
+            "[deepspeed] zero_optimization.offload_optimizer.device is nvme without nvme_path; give "
+            "a folder on a fast disk"
         )
-    logger.info("[deepspeed] %s is cpu: without a GPU all of it is on the host already", path)
+    if where != "file":  # what only files ask for
+        for name in ("directory", "block_bytes", "queue_depth"):
+            offload.pop(name, None)
+    if where == "none":
+        offload.pop("optimizer_fraction", None)
+    return offload
+
+
+def _check_parameters(path: str, device: str, stage: int) -> None:
+    if stage != 3:
+        raise Error(
+            f"[deepspeed] {path} is {device} at stage {stage}, where parameters are not sharded; "
+            "set zero_optimization.stage to 3, or leave it out"
+        )
+    if torch.cuda.is_available() or device == "nvme":
+        raise Error(
+            f"[deepspeed] {path} is {device}: poise does not move parameters away from the device "
+            "yet; leave it out"
+        )
+    logger.info("[deepspeed] %s is cpu: without a GPU all of them are on the host already", path)
 
 
 def _typed(

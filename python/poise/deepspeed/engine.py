@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from poise import ranks
+from poise import _C, loop_state, ranks
 from poise._C import Error, StepResult
 from poise.config import settings_of
 from poise.deepspeed.config import Settings
 from poise.engine import Engine
 from poise.loss import Count
 from poise.wrapped_model import WrappedModel
+
+logger = logging.getLogger("poise")
+
+CLIENT = "deepspeed.client_state"  # of a save's texts
 
 
 class DeepSpeedEngine(WrappedModel):
@@ -37,7 +43,7 @@ class DeepSpeedEngine(WrappedModel):
         loader: Iterable[Any] | None,
         settings: Settings,
     ) -> None:
-        super().__init__(engine, optimizer, loader)
+        super().__init__(engine, optimizer, loader, [] if scheduler is None else [scheduler])
         self._widens = False  # outputs have the model's type, as in DeepSpeed
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self.training_dataloader = self.loader
@@ -224,14 +230,63 @@ class DeepSpeedEngine(WrappedModel):
 
     # Saving.
 
-    def save_checkpoint(self, save_dir: Any, tag: Any = None, **_: Any) -> bool:
-        raise Error(
-            "[deepspeed] save_checkpoint: poise does not save the state of a run yet; "
-            "save_16bit_model(folder) writes the parameters"
-        )
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves the state of the run in the folder save_dir/tag; between windows, all ranks.
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, **_: Any) -> tuple[Any, Any]:
-        raise Error("[deepspeed] load_checkpoint: poise does not save the state of a run yet")
+        Args:
+          tag: name of the save; None: global_step and the number of windows.
+          client_state: what load_checkpoint gives back: numbers, texts, lists, dictionaries.
+          save_latest, exclude_frozen_parameters: accepted; the latest save is found by its number,
+            and a save is whole.
+        """
+        texts = {CLIENT: loop_state.as_json(dict(client_state or {}), "client_state")}
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.save(save_dir, name=name, user=texts)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """(path, client_state) of the save of that tag, or of the latest; (None, None), with a
+        warning, where a folder has none. Any number of ranks and any stage loads it; all ranks call.
+
+        Args:
+          load_module_only: parameters and buffers alone; so does load_optimizer_states=False.
+          load_lr_scheduler_states: accepted; the schedule goes on with the optimizer.
+          load_module_strict, custom_load_fn: what does not fit is an Error; a function is refused.
+        """
+        if custom_load_fn is not None:
+            raise Error(
+                "[deepspeed] load_checkpoint(custom_load_fn=...): a save has one way to load"
+            )
+        folder = Path(load_dir)
+        path = _C.find_save(str(folder)) if tag is None else str(folder / str(tag))
+        if not path:
+            logger.warning("[deepspeed] there is no save in %s", folder)
+            return None, None
+        loaded = self.load(path, weights_only=load_module_only or not load_optimizer_states)
+        return loaded.path, json.loads(loaded.user.get(CLIENT, "{}"))
+
+    def _counters(self) -> dict[str, Any]:
+        return {"global_steps": self.global_steps, "micro_steps": self.micro_steps}
+
+    def _take_counters(self, counters: Mapping[str, Any]) -> None:
+        self.global_steps = counters.get("global_steps", self.engine.updates)
+        self.micro_steps = counters.get("micro_steps", 0)
 
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", **_: Any

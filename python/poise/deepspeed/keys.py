@@ -160,7 +160,6 @@ _PRECISION = [
     _refused("data_types.param_dtype", "bf16.enabled and fp16.enabled say it"),
     _refused("data_types.buffer_dtype", "buffers keep the type they have"),
 ]
-_OFFLOAD = "what is kept on the host"
 _ZERO = [
     _mapped("zero_optimization.stage", "zero.stage"),
     _mapped("zero_optimization.overlap_comm", "zero.overlap", "true unless given, at every stage"),
@@ -228,27 +227,44 @@ _ZERO = [
         )
     ),
     _refused("zero_optimization.zeropp_loco_param", "gradients travel unquantised"),
-    _mapped("zero_optimization.offload_optimizer.device", "(offload) optimizer", _OFFLOAD),
-    _mapped("zero_optimization.offload_param.device", "(offload) parameters", _OFFLOAD),
+    _mapped(
+        "zero_optimization.offload_optimizer.device",
+        "offload.optimizer",
+        "cpu: host, nvme: file; at every stage",
+        lambda v: {"cpu": "host", "nvme": "file"}.get(v, "none"),
+    ),
+    _mapped("zero_optimization.offload_optimizer.nvme_path", "offload.directory", "of device nvme"),
+    _mapped(
+        "zero_optimization.offload_optimizer.ratio",
+        "offload.optimizer_fraction",
+        "of masters and moments that leave the device, at every stage",
+    ),
+    _mapped(
+        "zero_optimization.offload_param.device",
+        "(offload) parameters",
+        "accepted without a GPU, where all of them are on the host; refused with one",
+    ),
     *_noted(
         "poise chooses its staging memory",
         *(
             f"zero_optimization.offload_{what}.{name}"
             for what in ("optimizer", "param")
-            for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+            for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
         ),
+        "zero_optimization.offload_param.nvme_path",
         *(
             f"zero_optimization.offload_optimizer.{name}"
             for name in ("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc")
         ),
     ),
-    _refused("zero_optimization.offload_optimizer.ratio", "all of the states go, or none", 1, 1.0),
     _refused(
         "zero_optimization.offload_optimizer.super_offload",
         "an update is never begun before its norm is known",
         False,
     ),
     _refused("zero_optimization.zenflow", "every update takes the whole gradient", *_OFF),
+    _mapped("aio.block_size", "offload.block_bytes", "of offload to files"),
+    _mapped("aio.queue_depth", "offload.queue_depth", "of offload to files"),
     *_noted("poise's files are read and written its own way", "aio.*"),
 ]
 _NOT_WRITTEN = "not written: engine.last_result has the figures of every update"

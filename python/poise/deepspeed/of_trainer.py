@@ -58,6 +58,8 @@ def sections(args: TrainingArguments) -> dict[str, dict[str, Any]]:
     """What the file changes of the engine's settings: precision and sharding."""
     settings = args.deepspeed_settings
     changed: dict[str, dict[str, Any]] = {"zero": settings.engine["zero"]}
+    if settings.engine["offload"]:
+        changed["offload"] = settings.engine["offload"]
     precision = settings.engine.get("precision")
     if precision is None and (args.bf16 or args.fp16):
         dtype = "bf16" if args.bf16 else "fp16"
