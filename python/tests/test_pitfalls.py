@@ -158,10 +158,11 @@ def test_an_update_at_which_the_scale_grows_is_a_whole_step():
 def test_the_scale_recovers_from_fifty_overflows():
     # pytorch 40497: collapsed to nothing, and stayed there.
     model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.5)
     engine = half(model, loss_scale_growth_interval=2, min_loss_scale=8.0)
-    for _ in range(50):
-        result = engine.step([torch.full((1, 1), 6e4)], lambda x: (model(x).sum() * 1e3, 1))
-        assert not result.applied
+    for _ in range(50):  # a finite loss, whose gradient overflows at every scale from 2 on
+        result = engine.step([torch.full((1, 1), 6e4)], lambda x: (model(x).sum(), 1))
+        assert not result.applied and math.isfinite(result.loss)
     assert engine.loss_scale == 8
     for _ in range(4):
         assert engine.step([torch.ones(1, 1)], lambda x: (model(x).sum(), 1)).applied
