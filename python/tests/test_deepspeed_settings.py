@@ -103,11 +103,7 @@ def test_two_batch_numbers_make_the_third(given, ranks, batch):
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            "is nvme without nvme_path",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "does not move parameters",
+            "device nvme without nvme_path",
         ),
         ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization"),
         ({"zero_optimization": {"stag": 2}}, "did you mean zero_optimization.stage?"),
@@ -220,7 +216,10 @@ SAMPLES = {  # of mapped keys: a value, and what poise's settings then say
     "torch_autocast.dtype": ("torch.float16", ("precision", "dtype", "fp16")),
     "zero_optimization.offload_optimizer.device": ("cpu", ("offload", "optimizer", "host")),
     "zero_optimization.offload_optimizer.nvme_path": ("x", ("offload", "directory", "x")),
+    "zero_optimization.offload_param.device": ("cpu", ("offload", "parameters", "host")),
+    "zero_optimization.offload_param.nvme_path": ("x", ("offload", "directory", "x")),
     "zero_optimization.offload_optimizer.ratio": (0.5, ("offload", "optimizer_fraction", 0.5)),
+    "activation_checkpointing.cpu_checkpointing": (True, ("offload", "activations", "host")),
     "aio.block_size": (8192, ("offload", "block_bytes", 8192)),
     "aio.queue_depth": (4, ("offload", "queue_depth", 4)),
     "zero_optimization.stage": (3, ("zero", "stage", 3)),
@@ -249,10 +248,14 @@ def test_every_mapped_key_reaches_the_setting_that_the_table_names():
         top = key.path.split(".")[0]
         if top in ("fp16", "torch_autocast"):
             given[top].setdefault("enabled", True)
-        if key.to.startswith("offload.") and not key.to.endswith("optimizer"):
-            zero = given.setdefault("zero_optimization", {})
-            offload = zero.setdefault("offload_optimizer", {})
+        if key.to in ("offload.directory", "offload.block_bytes", "offload.queue_depth"):
+            what = "offload_param" if "param" in key.path else "offload_optimizer"
+            offload = given.setdefault("zero_optimization", {}).setdefault(what, {})
             offload.update({k: v for k, v in OFFLOADED.items() if k not in offload})
+        if key.to == "offload.optimizer_fraction":
+            given["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+        if "offload_param" in key.path:
+            given["zero_optimization"]["stage"] = 3
         if "stage3" in key.path:
             given[top]["stage"] = 3
         settings = read(given).engine

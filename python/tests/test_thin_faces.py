@@ -149,6 +149,20 @@ def test_zero_optimizer_has_its_calls():
         assert distance(model, reference) < 1e-6
 
 
+def test_offloaded_states_change_no_bit():
+    data, seen = rows(8), []
+    for offload in (None, {"optimizer": "host"}):
+        model = network()
+        optimizer = poise.ZeROOptimizer(2, offload).over(
+            model, {"optimizer": {"type": "adamw", "lr": 0.01}}
+        )
+        optimizer.engine.backward(F.cross_entropy(model(data[:8][0]), data[:8][1]), tokens=8)
+        result = optimizer.step()
+        assert (result.host_bytes > 0) == (offload is not None)
+        seen.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 def test_what_they_cannot_mean_is_an_error():
     with pytest.raises(poise.Error, match="use fp32, bf16 or fp16"):
         poise.MixedPrecisionTrainer("int8")

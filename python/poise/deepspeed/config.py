@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from poise._C import Error
 from poise.deepspeed.keys import OLD_NAMES, OLD_SWITCHES, TABLE, Key
 
@@ -222,39 +220,28 @@ def _offload(values: dict[str, Any], stage: int) -> dict[str, Any]:
         device = values.get(path) or "none"
         if device not in ("none", "cpu", "nvme"):
             raise Error(f"[deepspeed] {path} is {device!r}; use none, cpu or nvme")
-        if what == "param" and device != "none":
-            _check_parameters(path, device, stage)
+        if what == "param" and device != "none" and stage != 3:
+            raise Error(
+                f"[deepspeed] {path} is {device} at stage {stage}, where parameters are not sharded; "
+                "set zero_optimization.stage to 3, or leave it out"
+            )
     offload: dict[str, Any] = {}
     for key in TABLE:
         if key.to.startswith("offload.") and values.get(key.path) is not None:
             value = values[key.path]
             offload[key.to.split(".")[1]] = key.convert(value) if key.convert else value
-    where = offload.get("optimizer", "none")
-    if where == "file" and not offload.get("directory"):
+    places = (offload.get("optimizer", "none"), offload.get("parameters", "none"))
+    if "file" in places and not offload.get("directory"):
         raise Error(
-            "[deepspeed] zero_optimization.offload_optimizer.device is nvme without nvme_path; give "
-            "a folder on a fast disk"
+            "[deepspeed] zero_optimization.offload_optimizer or offload_param has device nvme without "
+            "nvme_path; give a folder on a fast disk"
         )
-    if where != "file":  # what only files ask for
+    if "file" not in places:  # what only files ask for
         for name in ("directory", "block_bytes", "queue_depth"):
             offload.pop(name, None)
-    if where == "none":
+    if places[0] == "none":
         offload.pop("optimizer_fraction", None)
     return offload
-
-
-def _check_parameters(path: str, device: str, stage: int) -> None:
-    if stage != 3:
-        raise Error(
-            f"[deepspeed] {path} is {device} at stage {stage}, where parameters are not sharded; "
-            "set zero_optimization.stage to 3, or leave it out"
-        )
-    if torch.cuda.is_available() or device == "nvme":
-        raise Error(
-            f"[deepspeed] {path} is {device}: poise does not move parameters away from the device "
-            "yet; leave it out"
-        )
-    logger.info("[deepspeed] %s is cpu: without a GPU all of them are on the host already", path)
 
 
 def _typed(

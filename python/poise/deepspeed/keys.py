@@ -241,9 +241,11 @@ _ZERO = [
     ),
     _mapped(
         "zero_optimization.offload_param.device",
-        "(offload) parameters",
-        "accepted without a GPU, where all of them are on the host; refused with one",
+        "offload.parameters",
+        "cpu: host, nvme: file; at stage 3",
+        lambda v: {"cpu": "host", "nvme": "file"}.get(v, "none"),
     ),
+    _mapped("zero_optimization.offload_param.nvme_path", "offload.directory", "of device nvme"),
     *_noted(
         "poise chooses its staging memory",
         *(
@@ -251,7 +253,6 @@ _ZERO = [
             for what in ("optimizer", "param")
             for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
         ),
-        "zero_optimization.offload_param.nvme_path",
         *(
             f"zero_optimization.offload_optimizer.{name}"
             for name in ("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc")
@@ -272,10 +273,11 @@ _OTHER = [
     _refused(
         "activation_checkpointing.partition_activations", "there are no model-parallel ranks", False
     ),
-    _refused(
+    _mapped(
         "activation_checkpointing.cpu_checkpointing",
-        "what a block keeps stays on its device; recompute it with poise's checkpointing settings",
-        False,
+        "offload.activations",
+        "what forward saves for backward waits on the host",
+        lambda v: "host" if v else "none",
     ),
     *_noted(
         "recomputation keeps no arena and needs no marks",
