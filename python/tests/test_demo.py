@@ -12,7 +12,7 @@ import poise.demo.__main__ as demo
 import pytest
 from poise.demo import DemoError, agreement, corpus, launch, plots, report, table
 from poise.demo.findings import Findings, findings
-from poise.demo.outcome import Outcome, budget_from, outcome_of, summary
+from poise.demo.outcome import Outcome, budget_from, budget_of, outcome_of, summary
 from poise.demo.rows import FULL, QUICK, Row, all_rows, choose_budget, quick_rows, run_settings
 
 CURVE = [5.5 - 0.1 * i for i in range(12)]
@@ -26,6 +26,8 @@ FIELDS = {
     "accumulation": int,
     "checkpointing": str,
     "offload": str,
+    "host_bytes": int,
+    "file_bytes": int,
     "budget_bytes": int,
     "peak_bytes": (int, type(None)),
     "accounts": dict,
@@ -116,6 +118,22 @@ def test_a_stage_that_shards_nothing_is_a_problem():
     assert found.problems == []
     assert "16.0 MiB on one rank and, on each of 2, 12.0 MiB at stage 1, 9.0" in found.words[-1]
     assert "9.0 MiB at stage 3" in findings(sharded(16, 12, 9, 9)).problems[0]
+
+
+def test_states_that_were_not_trained_in_less_memory_are_a_problem():
+    row = Row("hybrid", "cpp", 16, offload="all", states_over_budget=3)
+    plain = outcome(accounts={"optimizer": 12 << 20, "activations": 5 << 20})
+
+    def found(peak):
+        budget = budget_of(row, [plain], 0)
+        entry = outcome(row, peak_bytes=peak, budget_bytes=budget, host_bytes=9 << 20)
+        return findings([plain, entry])
+
+    assert budget_of(row, [plain], 0) == 4 << 20
+    assert budget_of(plain.row, [], 7) == 0
+    assert found(3 << 20).problems == []
+    assert "states of 12.0 MiB trained in 4.0 MiB" in found(3 << 20).words[-1]
+    assert "trained in 4.0 MiB" in found(5 << 20).problems[-1]
 
 
 # The rows.
@@ -312,12 +330,12 @@ def fake_run_row(differing):
 
     def run(row, size, text, out, budget, on_progress):
         losses = [] if row.kind == "misfit" else [5.0 - 0.1 * i for i in range(row.updates(size))]
-        peak = (40 << 20) // row.accumulation
-        states = (4 - row.stage) << 19
+        states = (4 - row.stage) << 19 if row.offload == "none" else 0
+        peak = (40 << 20) // row.accumulation if states else 1 << 18
         accounts = {"activations": peak - states, "optimizer": states}
         entry = outcome(row, losses, peak_bytes=peak, accounts=accounts)
         entry.error = "out of memory: ..." if row.kind == "misfit" else None
-        entry.budget_bytes = budget if row.budgeted else 0
+        entry.budget_bytes = budget if row.has_budget else 0
         if row.name == differing:
             entry.losses[-1] *= 1.1
         on_progress(entry)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from poise.demo import DemoError, corpus, launch, machine, plots, progress, report, table
 from poise.demo.findings import Findings, findings
-from poise.demo.outcome import MIB, Outcome, budget_from, summary
+from poise.demo.outcome import MIB, Outcome, budget_from, budget_of, summary
 from poise.demo.rows import FULL, QUICK, Row, Size, all_rows, quick_rows
 
 
@@ -20,7 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="poise demo",
         description="Trains a small byte-level GPT in several ways (micro-batch, recomputation, "
-        "precision, a memory budget, two ranks), checks that they are the same training, and writes "
+        "precision, a memory budget, two ranks, offload), checks that they are the same training, and writes "
         "report.html, summary.json and the runs' metrics. About four minutes on two cores.",
     )
     parser.add_argument(
@@ -38,8 +38,9 @@ def run_rows(rows: Sequence[Row], size: Size, text: Path, out: Path) -> list[Out
         if row.budgeted and not budget:
             budget = budget_from(outcomes)
             print(f"The budget of the next rows, from these peaks: {budget / MIB:.1f} MiB")
+        own = budget_of(row, outcomes, budget)
         with progress.row_progress(row, number, len(rows), row.updates(size)) as follow:
-            outcome = launch.run_row(row, size, text, out, budget, follow)
+            outcome = launch.run_row(row, size, text, out, own, follow)
         outcomes.append(outcome)
         print(progress.closing_line(outcome, number, len(rows)), flush=True)
     return outcomes

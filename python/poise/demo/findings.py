@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from poise.demo import agreement
-from poise.demo.outcome import MIB, Outcome, fp32_curves
+from poise.demo.outcome import MIB, STATES, Outcome, fp32_curves
 
 
 @dataclasses.dataclass
@@ -27,6 +27,7 @@ def findings(outcomes: Sequence[Outcome]) -> Findings:
     _memory(outcomes, found)
     _half(outcomes, found)
     _sharding(outcomes, found)
+    _offload(outcomes, found)
     return found
 
 
@@ -44,7 +45,7 @@ def _curves(outcomes: Sequence[Outcome], found: Findings) -> None:
 
 def _budget(outcomes: Sequence[Outcome], found: Findings) -> None:
     for entry in outcomes:
-        if not entry.row.budgeted:
+        if not entry.row.has_budget:
             continue
         budget = f"{entry.budget_bytes / MIB:.1f} MiB"
         if entry.row.kind != "misfit":
@@ -75,8 +76,7 @@ def _memory(outcomes: Sequence[Outcome], found: Findings) -> None:
 
 def _states(entry: Outcome) -> float:
     """MiB that a rank holds whatever the batch."""
-    kept = ("parameters", "gradients", "optimizer")
-    return sum(entry.accounts.get(name, 0) for name in kept) / MIB
+    return sum(entry.accounts.get(name, 0) for name in STATES) / MIB
 
 
 def _sharding(outcomes: Sequence[Outcome], found: Findings) -> None:
@@ -93,6 +93,22 @@ def _sharding(outcomes: Sequence[Outcome], found: Findings) -> None:
     held = [whole, *(_states(entry) for entry in sharded)]  # in order of stages
     falls = all(after < before for before, after in zip(held, held[1:], strict=False))
     (found.words if falls else found.problems).append(sentence)
+
+
+def _offload(outcomes: Sequence[Outcome], found: Findings) -> None:
+    """States that do not fit a budget, trained inside it."""
+    for entry in outcomes:
+        if not entry.row.states_over_budget or entry.error:
+            continue
+        states = _states(outcomes[0])
+        sentence = (
+            f"{entry.row.title}: parameters, gradients and optimizer states of {states:.1f} MiB "
+            f"trained in {entry.budget_bytes / MIB:.1f} MiB of the device, peak "
+            f"{(entry.peak_bytes or 0) / MIB:.1f}; {entry.host_bytes / MIB:.1f} MiB of the host and "
+            f"{entry.file_bytes / MIB:.1f} MiB of a file took the rest."
+        )
+        fits = 0 < (entry.peak_bytes or 0) <= entry.budget_bytes < states * MIB
+        (found.words if fits else found.problems).append(sentence)
 
 
 def _half(outcomes: Sequence[Outcome], found: Findings) -> None:

@@ -28,6 +28,8 @@ class Outcome:
     update_seconds: list[float] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None  # of the first rank; the others hold as much
     accounts: dict[str, int] = dataclasses.field(default_factory=dict)  # at the peak
+    host_bytes: int = 0  # offloaded, staging included
+    file_bytes: int = 0
     loss_scales: list[float] = dataclasses.field(default_factory=list)
     skipped: int = 0
     val_loss: float | None = None
@@ -50,7 +52,7 @@ class Outcome:
 
 def outcome_of(row: Row, size: Size, budget: int, metrics: Path) -> Outcome:
     """Reads what a row has written so far; a row that failed may have written nothing."""
-    outcome = Outcome(row, row.micro_batch(size), size.tokens, budget if row.budgeted else 0)
+    outcome = Outcome(row, row.micro_batch(size), size.tokens, budget if row.has_budget else 0)
     for line in read_metrics(metrics):
         if "loss" in line:
             _add_update(outcome, line)
@@ -84,6 +86,8 @@ def _add_update(outcome: Outcome, line: dict[str, Any]) -> None:
         outcome.update_seconds.append(outcome.tokens / float(line["tokens_per_second"]))
     if "loss_scale" in line:
         outcome.loss_scales.append(float(line["loss_scale"]))
+    outcome.host_bytes = int(line.get("host_bytes", 0))
+    outcome.file_bytes = int(line.get("file_bytes", 0))
     outcome.skipped = int(line.get("skipped", 0))
 
 
@@ -110,6 +114,23 @@ def budget_from(outcomes: Sequence[Outcome]) -> int:
     return choose_budget(min(plain), min(entry.peak_bytes for entry in fp32))
 
 
+STATES = ("parameters", "gradients", "optimizer")  # accounts that no batch size changes
+
+
+def budget_of(row: Row, outcomes: Sequence[Outcome], shared: int) -> int:
+    """The bytes a row may hold; 0: as many as it likes.
+
+    Args:
+      row: which is to run.
+      outcomes: of the rows before it; the first has its states on the device.
+      shared: the budget of all rows that have that one.
+    """
+    if row.states_over_budget:
+        states = sum(outcomes[0].accounts.get(name, 0) for name in STATES)
+        return states // row.states_over_budget
+    return shared if row.budgeted else 0
+
+
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What summary.json holds."""
     return {"rows": [_summary_row(outcome) for outcome in outcomes]}
@@ -126,7 +147,9 @@ def _summary_row(outcome: Outcome) -> dict[str, Any]:
         "micro_batch": outcome.micro_batch,
         "accumulation": row.accumulation,
         "checkpointing": row.checkpointing,
-        "offload": "none",
+        "offload": row.offload,
+        "host_bytes": outcome.host_bytes,
+        "file_bytes": outcome.file_bytes,
         "budget_bytes": outcome.budget_bytes,
         "peak_bytes": outcome.peak_bytes,
         "accounts": outcome.accounts,

@@ -78,6 +78,8 @@ def _line(step: int, result: poise.StepResult, seconds: float) -> dict[str, Any]
         "tokens_per_second": result.tokens / seconds,
         "peak_bytes": result.peak_bytes,
         "accounts": result.accounts,
+        "host_bytes": result.host_bytes,
+        "file_bytes": result.file_bytes,
         "status": str(result.status),
         "skipped": result.skipped,
     }

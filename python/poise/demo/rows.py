@@ -12,6 +12,18 @@ from poise.demo import DemoError
 
 BUDGET_STEP = 64 << 10
 
+# What lives away from the device, by the word for it.
+OFFLOADED: dict[str, dict[str, str]] = {
+    "none": {},
+    "states": {"optimizer": "host"},
+    "all": {
+        "optimizer": "file",
+        "gradients": "host",
+        "parameters": "host",
+        "activations": "host",
+    },
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Size:
@@ -62,6 +74,12 @@ class Row:
     stage: int = 0  # of ZeRO: 1 optimizer states sharded, 2 gradients too, 3 parameters too
     kind: str = "parity"  # half (16-bit, few updates), misfit (must not fit), long (trains on)
     budgeted: bool = False
+    offload: str = "none"  # a key of OFFLOADED
+    states_over_budget: int = 0  # a budget of its own: so many times smaller than the plain states
+
+    @property
+    def has_budget(self) -> bool:
+        return self.budgeted or self.states_over_budget > 0
 
     @property
     def slug(self) -> str:
@@ -107,6 +125,23 @@ def all_rows() -> list[Row]:
             Row(f"2 ranks, stage {n} + accumulation 4", "cpp", 4, ranks=2, stage=n)
             for n in (1, 2, 3)
         ),
+        Row("optimizer offload", "cpp", offload="states"),
+        Row(
+            "hybrid: accumulation 4 + checkpointing + offload",
+            "python",
+            4,
+            checkpointing="every_n",
+            offload="all",
+        ),
+        Row(
+            "hybrid, budget of a third of its states",
+            "cpp",
+            16,
+            checkpointing="every_n",
+            loss_chunk_tokens=64,
+            offload="all",
+            states_over_budget=3,
+        ),
         Row("accumulation 4, longer", "cpp", 4, kind="long"),
     ]
 
@@ -117,6 +152,9 @@ def quick_rows() -> list[Row]:
         ("plain big batch", "python"),
         ("accumulation 8", "cpp"),
         ("accumulation 16", "cpp"),
+        ("optimizer offload", "cpp"),
+        # A tiny model's unit of embeddings alone is a quarter of its states.
+        ("hybrid, budget of a third of its states", "cpp"),
         ("2 ranks, stage 1 + accumulation 4", "cpp"),
         ("2 ranks, stage 2 + accumulation 4", "cpp"),
     }
@@ -160,7 +198,8 @@ def run_settings(row: Row, size: Size, corpus: Path, folder: Path, budget: int) 
         },
         "checkpointing": {"policy": row.checkpointing},
         "zero": {"stage": row.stage},
-        "memory": {"budget_bytes": budget if row.budgeted else 0},
+        "memory": {"budget_bytes": budget if row.has_budget else 0},
+        "offload": _offload(row, folder),
         "engine": {"seed": 1},
         "model": {
             "builtin": "byte_gpt",
@@ -181,3 +220,13 @@ def run_settings(row: Row, size: Size, corpus: Path, folder: Path, budget: int) 
             "sample_bytes": size.sample_bytes if row.kind == "long" else 0,
         },
     }
+
+
+def _offload(row: Row, folder: Path) -> dict[str, Any]:
+    places = OFFLOADED[row.offload]
+    settings: dict[str, Any] = {**places, "block_bytes": 1 << 18, "staging_bytes": 4 << 20}
+    if "activations" in places:
+        settings["activation_min_bytes"] = 16 << 10
+    if "file" in places.values():
+        settings["directory"] = str(folder / "scratch")
+    return settings if places else {}

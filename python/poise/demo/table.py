@@ -14,8 +14,11 @@ HEADINGS = (
     "stage",
     "precision",
     "recomputed",
+    "offloaded",
     "budget MiB",
     "peak MiB",
+    "host MiB",
+    "file MiB",
     "activations MiB",
     "tokens/s",
     "first loss",
@@ -29,12 +32,14 @@ SHORT = {  # the terminal is narrow
     "precision": "type",
     "budget MiB": "budget",
     "peak MiB": "peak",
+    "host MiB": "host",
+    "file MiB": "file",
     "activations MiB": "activ.",
     "first loss": "first",
     "last loss": "last",
     "validation loss": "val",
 }
-TEXT_COLUMNS = {"row", "language", "precision", "recomputed", "error"}
+TEXT_COLUMNS = {"row", "language", "precision", "recomputed", "offloaded", "error"}
 NOTHING = "-"
 
 
@@ -49,8 +54,11 @@ def cells(outcome: Outcome) -> list[str]:
         str(row.stage) if row.ranks > 1 else NOTHING,
         row.precision,
         {"none": "no", "every_n": "every block"}.get(row.checkpointing, row.checkpointing),
+        {"none": "no"}.get(row.offload, row.offload),
         _mib(outcome.budget_bytes or None),
         _mib(outcome.peak_bytes),
+        _mib(outcome.host_bytes or None),
+        _mib(outcome.file_bytes or None),
         _mib(outcome.accounts.get("activations")),
         f"{outcome.tokens_per_s:,.0f}" if outcome.tokens_per_s else NOTHING,
         _loss(outcome.losses[0] if outcome.losses else None),
@@ -75,8 +83,8 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
     lines = [_line(head, widths), "  ".join("-" * width for width in widths)]
     lines += [_line(line, widths) for line in body]
     lines.append(
-        "(batch: micro-batch x accumulation, on each rank; stage: of ZeRO; budget, peak, activ.: MiB, "
-        "of one rank; val: validation loss)"
+        "(batch: micro-batch x accumulation, on each rank; stage: of ZeRO; budget, peak, activ.: MiB "
+        "of the device, host, file: MiB away from it, of one rank; val: validation loss)"
     )
     return "\n".join(lines)
 
