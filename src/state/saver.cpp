@@ -58,6 +58,7 @@ std::string random_word() {
 
 struct Saver::Job {
   std::int64_t number = 0;
+  Mode mode = Mode::wait;
   std::string directory, name;
   std::string temporary;  // folder that becomes the save
   std::uint64_t buffers_digest = 0;
@@ -110,6 +111,7 @@ std::string Saver::save(const std::string& directory, const Contents& contents,
   finish();
   auto job = std::make_shared<Job>();
   job->number = ++saves_;
+  job->mode = mode;
   job->directory = directory;
   job->name =
       options.name.empty() ? default_name(contents.manifest.progress.updates) : options.name;
@@ -180,8 +182,9 @@ void Saver::write(Job& job, const Contents& contents, const SaveOptions& options
   if (own_buffers) {
     pieces.insert(pieces.end(), contents.buffers.begin(), contents.buffers.end());
   }
-  job.shard = std::make_unique<ShardWriter>(in(job.temporary, shard_name(group_->rank())), staging_,
-                                            stream_);
+  job.shard = std::make_unique<ShardWriter>(
+      in(job.temporary, shard_name(group_->rank())), staging_, stream_,
+      job.mode == Mode::wait ? ShardWriter::DigestBy::caller : ShardWriter::DigestBy::stream);
   job.shard->write(pieces, options.own);
   if (group_->rank() == 0 && options.extra) options.extra(job.temporary);
 }

@@ -13,8 +13,11 @@
 
 namespace poise::state {
 
-ShardWriter::ShardWriter(std::string path, Staging& staging, Stream& stream)
-    : staging_(staging), stream_(stream), file_(std::make_shared<File>(path)) {}
+ShardWriter::ShardWriter(std::string path, Staging& staging, Stream& stream, DigestBy digest_by)
+    : staging_(staging),
+      stream_(stream),
+      digest_by_(digest_by),
+      file_(std::make_shared<File>(path)) {}
 
 ShardWriter::~ShardWriter() {
   if (tile_) staging_.give_back(std::move(*tile_));
@@ -75,10 +78,12 @@ void ShardWriter::submit() {
   auto tile = std::make_shared<Staging::Tile>(std::move(*tile_));
   tile_.reset();
   const auto size = std::exchange(filled_, 0);
-  stream_.submit([file = file_, tile, size, &staging = staging_] {
+  const bool digest_here = digest_by_ == DigestBy::caller;
+  if (digest_here) file_->digest.update(tile->data, size);
+  stream_.submit([file = file_, tile, size, digest_here, &staging = staging_] {
     try {
       if (!file->error) {
-        file->digest.update(tile->data, size);
+        if (!digest_here) file->digest.update(tile->data, size);
         file->output.write(tile->data, size);
         file->bytes += size;
       }

@@ -1,4 +1,4 @@
-// Writes one rank's shard: copied here into tiles, digested and written by a stream.
+// Writes one rank's shard: copied here into tiles, written by a stream.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,10 @@ namespace poise::state {
 
 class ShardWriter {
  public:
-  ShardWriter(std::string path, Staging& staging, Stream& stream);
+  // Whose time the checksum takes: the caller's, while the disk is busy, where it waits for the
+  // save anyway; else the stream's.
+  enum class DigestBy { caller, stream };
+  ShardWriter(std::string path, Staging& staging, Stream& stream, DigestBy digest_by);
   ~ShardWriter();
 
   // The whole file. When it returns the tensors have been read for the last time.
@@ -42,6 +45,7 @@ class ShardWriter {
 
   Staging& staging_;
   Stream& stream_;
+  const DigestBy digest_by_;
   std::shared_ptr<File> file_;  // the stream's
   std::optional<Staging::Tile> tile_;
   std::size_t filled_ = 0;
