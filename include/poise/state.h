@@ -41,7 +41,7 @@ struct Loaded {
 // empty: there is none. Saves that were not finished are no saves.
 POISE_API std::string find(const std::string& path);
 
-// Saves in a directory, oldest first.
+// Saves in a directory, in the order in which they were made.
 POISE_API std::vector<std::string> list(const std::string& directory);
 
 // Reads every byte of a save and checks it; throws Error naming what is damaged.

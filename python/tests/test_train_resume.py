@@ -80,7 +80,7 @@ def train(folder, function, *changes):
 
 
 def lines_of(folder, out):
-    measured = ("tokens_per_second", "tokens_per_s", "peak_bytes", "accounts")
+    measured = ("tokens_per_second", "tokens_per_s", "peak_bytes", "accounts", "host_bytes")
     lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 

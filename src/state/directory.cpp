@@ -5,6 +5,7 @@
 #include <cctype>
 #include <cstdio>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,20 +41,25 @@ std::string stem_of(std::string name) {
   return name;
 }
 
-// Whole saves with their number of updates, oldest first. Damaged ones are said and left out.
-std::vector<std::pair<std::int64_t, std::string>> saves_in(const std::string& directory) {
-  std::vector<std::pair<std::int64_t, std::string>> saves;
+// Names of whole saves, oldest first: by when they were made, for a run may have gone back to an
+// older one. Damaged ones are said and left out.
+std::vector<std::string> saves_in(const std::string& directory) {
+  using Age = std::tuple<std::int64_t, std::int64_t, std::string>;  // time, updates, name
+  std::vector<Age> ages;
+  std::vector<std::string> saves;
   if (!is_folder(in(directory, "."))) return saves;
   for (const auto& name : names_in(directory)) {
     const auto folder = in(directory, name);
     if (name.front() == '.' || name == kLatest || !is_save(folder)) continue;
     try {
-      saves.emplace_back(read_manifest(folder).progress.updates, name);
+      const auto updates = read_manifest(folder).progress.updates;
+      ages.emplace_back(changed_at(in(folder, kManifest)), updates, name);
     } catch (const Error& error) {
       log::warning("a save is left out: ", error.what());
     }
   }
-  std::sort(saves.begin(), saves.end());
+  std::sort(ages.begin(), ages.end());
+  for (auto& age : ages) saves.push_back(std::move(std::get<2>(age)));
   return saves;
 }
 
@@ -81,6 +87,20 @@ void check_name(const std::string& name) {
   if (!fits) {
     fail("state", "a save cannot have the name '", name,
          "'; it is a folder's name without /, does not begin with a dot, and is not ", kLatest);
+  }
+}
+
+void check_place(const std::string& directory, const std::string& name) {
+  const auto place = in(directory, name), link = in(directory, kLatest);
+  if (is_there(place) && !(is_folder(place) && is_save(place))) {
+    fail("state", place,
+         " is there and is no save, so that it is not replaced; move it away, or give "
+         "this save another name");
+  }
+  if (is_folder(link) || is_file(link)) {
+    fail("state", link,
+         " is there and is no link to a save; move it away, or save into another "
+         "directory");
   }
 }
 
@@ -119,7 +139,7 @@ void commit_folder(const std::string& directory, const std::string& temporary,
 void rotate(const std::string& directory, const std::string& newest, std::int64_t limit) {
   if (limit <= 0) return;
   std::vector<std::string> alike;
-  for (const auto& [updates, name] : saves_in(directory)) {
+  for (const auto& name : saves_in(directory)) {
     if (name != newest && stem_of(name) == stem_of(newest)) alike.push_back(name);
   }
   const auto kept = static_cast<std::size_t>(limit - 1);
@@ -142,12 +162,12 @@ std::string find(const std::string& path) {
   if (is_name && is_save(in(path, latest))) return in(path, latest);
   // Killed between the save and its link.
   const auto saves = saves_in(path);
-  return saves.empty() ? std::string() : in(path, saves.back().second);
+  return saves.empty() ? std::string() : in(path, saves.back());
 }
 
 std::vector<std::string> list(const std::string& directory) {
   std::vector<std::string> paths;
-  for (const auto& save : saves_in(directory)) paths.push_back(in(directory, save.second));
+  for (const auto& save : saves_in(directory)) paths.push_back(in(directory, save));
   return paths;
 }
 

@@ -11,6 +11,8 @@ namespace poise::state {
 
 std::string default_name(std::int64_t updates);
 void check_name(const std::string& name);  // throws Error where it cannot be that of a save
+// Throws Error where something that is no save stands in the place of one, or of the link.
+void check_place(const std::string& directory, const std::string& name);
 std::string shard_name(int rank);
 std::string temporary_name(const std::string& name, const std::string& word);
 

@@ -60,7 +60,9 @@ std::string read_file(const std::string& path, std::uint64_t limit);
 
 std::string in(const std::string& folder, const std::string& name);
 bool is_file(const std::string& path);
-bool is_folder(const std::string& path);  // itself, not a link to one
+bool is_folder(const std::string& path);           // itself, not a link to one
+bool is_there(const std::string& path);            // whatever it is
+std::int64_t changed_at(const std::string& path);  // nanoseconds; 0: it is not there
 void make_folders(const std::string& path);
 void make_folder(const std::string& path);
 std::vector<std::string> names_in(const std::string& folder);     // sorted, without . and ..

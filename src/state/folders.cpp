@@ -53,6 +53,13 @@ std::string in(const std::string& folder, const std::string& name) {
 
 bool is_file(const std::string& path) { return S_ISREG(mode_of(path)); }
 bool is_folder(const std::string& path) { return S_ISDIR(mode_of(path)); }
+bool is_there(const std::string& path) { return mode_of(path) != 0; }
+
+std::int64_t changed_at(const std::string& path) {
+  struct stat found {};
+  if (::lstat(path.c_str(), &found) != 0) return 0;
+  return std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec;
+}
 
 void make_folder(const std::string& path) {
   if (::mkdir(path.c_str(), 0777) != 0) refuse("make the folder", path);

@@ -150,6 +150,7 @@ void Saver::begin(Job& job) {
     try {
       make_folders(job.directory);
       job.lock.emplace(job.directory);
+      check_place(job.directory, job.name);
       clear_left_overs(job.directory);
       job.temporary = in(job.directory, temporary_name(job.name, random_word()));
       make_folder(job.temporary);

@@ -119,6 +119,58 @@ TEST(Directory, ReplacesASaveOfTheSameName) {
   EXPECT_EQ(state::names_in(folder.path()), (std::vector<std::string>{".lock", "latest", "x"}));
 }
 
+// What is no save of ours is never replaced, whatever it is.
+TEST(Directory, LeavesAloneWhatIsNoSave) {
+  Trained run;
+  const auto refused = [&](const TempFolder& folder, const char* what) {
+    const auto message = message_of([&] { run.engine.save(folder.path(), {.name = "mine"}); });
+    EXPECT_NE(message.find(what), std::string::npos) << message;
+    for (const auto& name : state::names_in(folder.path())) {
+      EXPECT_EQ(name.find(".saving"), std::string::npos) << name;
+    }
+  };
+  {
+    const TempFolder folder;
+    state::make_folder(folder / "mine");
+    folder.write("mine/thesis.txt", "years of work");
+    refused(folder, "mine is there and is no save");
+    EXPECT_TRUE(state::is_file(folder / "mine/thesis.txt"));
+  }
+  {
+    const TempFolder folder;
+    folder.write("mine", "a file");
+    refused(folder, "mine is there and is no save");
+  }
+  {
+    const TempFolder folder;
+    state::link_to("/nowhere", folder / "mine");
+    refused(folder, "mine is there and is no save");
+  }
+  {
+    const TempFolder folder;
+    state::make_folder(folder / "latest");
+    refused(folder, "latest is there and is no link");
+  }
+}
+
+// A run that went back to an older save makes newer ones with fewer updates.
+TEST(Directory, TheNewestAreThoseMadeLast) {
+  const TempFolder folder;
+  Trained run;
+  for (int i = 0; i < 3; ++i) {
+    run.step();
+    run.engine.save(folder.path());
+  }
+  Trained back;
+  back.engine.load(folder / "update-00000001");
+  const auto saved = back.engine.save(folder.path(), {.total_limit = 2});
+  EXPECT_EQ(saved, folder / "update-00000001");
+  EXPECT_EQ(state::list(folder.path()),
+            (std::vector<std::string>{folder / "update-00000003", saved}));
+  ::unlink((folder / "latest").c_str());
+  EXPECT_EQ(state::find(folder.path()), saved);
+}
+
 TEST(Directory, TakesFilesOfTheCaller) {
   const TempFolder folder;
   Trained run;
