@@ -101,15 +101,16 @@ TABLE: tuple[Field, ...] = (
     *_mapped("DeepSpeed's JSON: docs/deepspeed.md", "deepspeed"),
     *_mapped("full_shard: zero_stage 3, shard_grad_op: 2", "fsdp"),
     # Saving.
-    *_mapped("steps, epoch or no", "save_strategy"),
+    *_mapped("steps, epoch, best or no", "save_strategy"),
     *_mapped("updates, or a part of the run", "save_steps"),
     *_mapped("the newest ones stay", "save_total_limit"),
     *_mapped("a path; True: the latest of output_dir", "resume_from_checkpoint"),
     _refused(
         "save_only_model", "`poise inspect --export` takes the model out of a checkpoint", False
     ),
-    _refused("load_best_model_at_end", "choosing among checkpoints is still to come", False),
-    *_noted("of load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *_mapped("the best one's state lies in output_dir/best", "load_best_model_at_end"),
+    *_mapped("loss unless given", "metric_for_best_model"),
+    *_mapped("unless the metric's name ends with loss", "greater_is_better"),
     *_noted(
         "rank 0 writes, once for all", ("save_on_each_node", False), ("save_safetensors", True)
     ),

@@ -22,6 +22,7 @@ _AGREED = (
     "should_save",
     "ended_by_signal",
 )
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 _KEPT = ("losses", "tokens", "line_tokens", "loss_sum", "loss_count", "peak_bytes", "skipped")
 
 
@@ -140,6 +141,7 @@ class RunLog:
             "global_step": self.state.global_step,
             "log_history": self.state.log_history,
             "lines": self._metrics.lines,
+            "best": {name: getattr(self.state, name) for name in _BEST},
         }
 
     def go_on(self, kept: dict[str, Any]) -> None:
@@ -149,12 +151,15 @@ class RunLog:
         self.state.global_step = kept["global_step"]
         self.state.epoch = self._run.epoch_at(kept["global_step"])
         self.state.log_history = kept["log_history"]
+        for name, value in kept.get("best", {}).items():
+            setattr(self.state, name, value)
         self._metrics.go_on_after(kept["lines"])
 
     def state_file(self) -> dict[str, Any]:
         """The names of transformers' trainer_state.json."""
         state = self.state
         return {
+            **{name: getattr(state, name) for name in _BEST},
             "epoch": state.epoch,
             "global_step": state.global_step,
             "is_world_process_zero": state.is_world_process_zero,

@@ -29,6 +29,7 @@ from poise import (
 from poise._C import Error, StepResult
 from poise.accelerator_view import AcceleratorView
 from poise.balance import Balance
+from poise.best_model import BestModel
 from poise.callbacks import TrainerControl, TrainerState
 from poise.callbacks import made as made_callback
 from poise.chunked_head import ChunkedHead
@@ -127,6 +128,7 @@ class Trainer(TrainerHooks):
         self.state, self.control = TrainerState(), TrainerControl()
         self._run_log: RunLog | None = None  # of the run that is going on
         self._torch: TorchOptimizer | None = None
+        self._best: BestModel | None = None  # of the last train()
         self.engine: Engine | None = None  # of the last train()
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
@@ -195,6 +197,7 @@ class Trainer(TrainerHooks):
             saving.resume(resume_from_checkpoint or args.resume_from_checkpoint)
             if self._torch is not None:
                 self._torch.resume(self.engine.updates)
+            self._best = BestModel(args, self.engine, log, first)
             self._loop(windows, run, log, profiling, saving)
         return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
 
@@ -368,6 +371,7 @@ class Trainer(TrainerHooks):
         if epoch is not None:
             self._end_epoch(log, saving)
         saving.finish()
+        self._best.load()
         log.event("on_train_end")
 
     def _end_epoch(self, log: RunLog, saving: TrainerSaves) -> None:
@@ -445,6 +449,9 @@ class Trainer(TrainerHooks):
         metrics = self.evaluate()
         log.write(metrics)
         log.event("on_evaluate", metrics=metrics)
+        self._best.after_evaluation(metrics)
+        if self._torch is not None:
+            self._torch.after_evaluation(metrics, self.args.metric_for_best_model or "loss")
 
     def _eval_every(self, log: RunLog) -> int:
         every = (

@@ -76,7 +76,13 @@ class TorchOptimizer:
     def after_evaluation(self, metrics: dict[str, float], metric: str) -> None:
         """ReduceLROnPlateau watches an evaluation's metric."""
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(metrics[metric])
+            name = metric if metric in metrics else f"eval_{metric}"
+            if name not in metrics:
+                raise Error(
+                    f"[trainer] ReduceLROnPlateau watches {metric!r}, but an evaluation gave "
+                    f"{', '.join(metrics)}; set metric_for_best_model to one of these"
+                )
+            self._scheduler.step(metrics[name])
 
 
 def adamw(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:

@@ -113,7 +113,7 @@ class TrainerSaves:
         if step == self._saved:
             return
         self._saved = step
-        model_files = _ModelFiles(self._engine, self._group.rank == 0)
+        model_files = ModelFiles(self._engine, self._group.rank == 0)
 
         def extra(folder: str) -> None:
             model_files.write(folder)
@@ -143,7 +143,7 @@ def _cursor(position: dict[str, Any]) -> int | None:
     return position["epoch"] * position["size"] + position["offset"]
 
 
-class _ModelFiles:
+class ModelFiles:
     """What the model's save_pretrained writes, where it has one: whole tensors, on the first rank."""
 
     def __init__(self, engine: Engine, first: bool) -> None:

@@ -97,9 +97,12 @@ class _Arguments:
     prediction_loss_only: bool = False  # evaluate() does without predictions and compute_metrics
 
     # Checkpoints: output_dir/checkpoint-N.
-    save_strategy: str = "steps"  # no, epoch
+    save_strategy: str = "steps"  # no, epoch, best (by metric_for_best_model)
     save_steps: int | float = 500  # updates; in (0, 1): the part of the run
     save_total_limit: int | None = None  # checkpoints that stay, the newest ones; None: all
+    load_best_model_at_end: bool = False  # needs evaluations
+    metric_for_best_model: str | None = None  # None: loss, where a best one is asked for
+    greater_is_better: bool | None = None  # None: unless the metric's name ends with loss
     save_asynchronous: bool = False  # written while the training goes on
     resume_from_checkpoint: str | bool | None = None  # a path; True: the latest of output_dir
 
@@ -281,7 +284,8 @@ class TrainingArguments(_Arguments):
         _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
         _one_of("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
-        _one_of("save_strategy", self.save_strategy, ("no", "steps", "epoch"))
+        _one_of("save_strategy", self.save_strategy, ("no", "steps", "epoch", "best"))
+        self._check_best()
         if not self.save_steps > 0:
             raise Error(f"[trainer] save_steps is {self.save_steps}; give more than 0")
         if self.save_total_limit is not None and self.save_total_limit < 1:
@@ -309,6 +313,19 @@ class TrainingArguments(_Arguments):
         self._check_offload()
         self._check_ranks()
         self._check_global_batch()
+
+    def _check_best(self) -> None:
+        asked = self.load_best_model_at_end or self.save_strategy == "best"
+        if asked and self.eval_strategy == "no":
+            name = "load_best_model_at_end" if self.load_best_model_at_end else "save_strategy best"
+            raise Error(
+                f"[trainer] {name} with eval_strategy no: nothing says which is the best; set "
+                "eval_strategy to steps or epoch"
+            )
+        if asked and self.metric_for_best_model is None:
+            self.metric_for_best_model = "loss"
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
 
     def _take_fsdp(self) -> None:
         words = self.fsdp if isinstance(self.fsdp, (list, tuple)) else [self.fsdp]
