@@ -419,9 +419,7 @@ def test_a_script_runs_on_ranks_with_another_import_alone(size, stage, tmp_path)
         )
     )
     command = [sys.executable, str(script), "--deepspeed", "--deepspeed_config", str(settings)]
-    ranks = rank_processes.start(command, size)
-    outputs = [rank.communicate(timeout=rank_processes.SECONDS)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, outputs
+    outputs = rank_processes.finish(rank_processes.start(command, size))
     state = {k: torch.tensor(v) for k, v in json.loads(outputs[0].strip().splitlines()[-1]).items()}
     reference, model = network(dtype=torch.float64), WithLoss()
     adam = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.1)
