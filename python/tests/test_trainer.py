@@ -202,7 +202,7 @@ def test_what_counts():
 
 def test_output_without_a_loss(tmp_path):
     data = [{"x": torch.ones(3)}] * 4
-    with pytest.raises(poise.Error, match="without 'loss' but logits"):
+    with pytest.raises(poise.Error, match="has x but no labels, and the model returned no loss"):
         poise.Trainer(Scores("dict"), arguments(tmp_path), train_dataset=data).train()
 
 
