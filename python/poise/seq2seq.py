@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,7 +75,7 @@ class Seq2SeqTrainer(Trainer):
             return super()._outputs_of(batch, with_loss)
         loss = self._loss(batch) if labels_in(batch) is not None else None
         inputs = {n: v for n, v in batch.items() if n not in (*LABELS, "decoder_input_ids")}
-        with self._whole_model():
+        with self._whole_model():  # ranks generate for different lengths
             tokens = self.model.generate(**inputs, **self._arguments())
         return loss, tokens, labels_in(batch)
 
@@ -91,7 +90,3 @@ class Seq2SeqTrainer(Trainer):
         if "max_new_tokens" in given:
             del of_args["max_length"]
         return {k: v for k, v in of_args.items() if v is not None} | given
-
-    def _whole_model(self) -> contextlib.AbstractContextManager:
-        """Ranks generate for different lengths, so that none may need another meanwhile."""
-        return contextlib.nullcontext() if self.engine is None else self.engine.gathered()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import json
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from poise import callbacks, trainer_data, trainer_optimizer
 from poise._C import Error
 from poise.loss import Count, Loss, as_loss
 from poise.model_call import labels_in
+from poise.trainer_saving import STATE_FILE, whole_copies, write_model
 
 
 class TrainerHooks:
@@ -134,6 +137,47 @@ class TrainerHooks:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""
         return self.args.local_process_index == 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model's own files with whole tensors, and those of processing_class; all ranks.
+
+        A model without save_pretrained becomes model.safetensors.
+
+        Args:
+          output_dir: None: that of the arguments.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        with self._whole_model():
+            values = whole_copies(self.model) if self.is_world_process_zero() else None
+        if values is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if callable(getattr(self.model, "save_pretrained", None)):
+            self.model.save_pretrained(folder, state_dict=values)
+        else:
+            write_model(values, folder / "model.safetensors")
+        if callable(getattr(self.processing_class, "save_pretrained", None)):
+            self.processing_class.save_pretrained(folder)
+
+    def save_state(self) -> None:
+        """trainer_state.json in output_dir: counters and the history of lines."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_json(folder / STATE_FILE, dataclasses.asdict(self.state))
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Nothing: a card is the author's to write."""
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        raise Error(
+            "[trainer] push_to_hub: poise sends nothing over a network; save_model() writes a folder "
+            "that transformers' push_to_hub takes"
+        )
+
+    def _whole_model(self) -> contextlib.AbstractContextManager:
+        """While it lasts all parameters are whole, at every stage; all ranks."""
+        return contextlib.nullcontext() if self.engine is None else self.engine.gathered()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints them, one a line, on the first rank."""

@@ -152,7 +152,7 @@ class ModelFiles:
             return
         with engine.gathered():
             if first:
-                self._values = _copies(self._model)
+                self._values = whole_copies(self._model)
 
     def write(self, folder: str) -> None:
         if self._values is not None:
@@ -160,7 +160,7 @@ class ModelFiles:
             self._values = None
 
 
-def _copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def whole_copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict on the CPU, ties kept: parameters of an engine lie in one storage each unit."""
     made: dict[tuple, torch.Tensor] = {}
     values = {}
@@ -176,3 +176,15 @@ def last_checkpoint(folder: str | Path) -> str | None:
     """The latest whole checkpoint of an output_dir; None: there is none."""
     found = _C.find_save(str(folder))
     return found if found and re.fullmatch(r"checkpoint-\d+", Path(found).name) else None
+
+
+def write_model(values: dict[str, torch.Tensor], path: Path) -> None:
+    """A state_dict as one safetensors file, through a file beside it: whole or not there."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise Error("[trainer] save_model needs safetensors: pip install safetensors") from None
+    beside = path.with_name(path.name + ".part")
+    # The format has no ties: each name gets values of its own.
+    save_file({name: value.contiguous().clone() for name, value in values.items()}, beside)
+    beside.replace(path)

@@ -1,6 +1,8 @@
 """Scripts of transformers' Trainer: its models, arguments, callbacks and subclasses with poise's."""
 
 import copy
+import dataclasses
+import json
 import math
 
 import hf_models
@@ -640,3 +642,67 @@ def test_data_without_a_length_needs_max_steps(tmp_path):
         poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=Stream()).train()
     args = arguments(tmp_path, max_steps=3)
     assert poise.Trainer(made("gpt2"), args, train_dataset=Stream()).train().global_step == 3
+
+
+# A script.
+
+
+@dataclasses.dataclass
+class DataArguments:
+    max_train_samples: int = dataclasses.field(default=16)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_script_in_the_manner_of_the_examples_runs_with_another_trainer(name, tmp_path):
+    # run_clm.py and run_glue.py, with poise's Trainer in the place of transformers'.
+    from poise import Trainer
+
+    parser = transformers.HfArgumentParser((DataArguments, transformers.TrainingArguments))
+    line = f"--output_dir {tmp_path} --do_train --do_eval --use_cpu True --max_steps 3 --disable_tqdm True"
+    line += " --per_device_train_batch_size 2 --learning_rate 1e-2 --seed 7 --report_to none"
+    data_args, training_args = parser.parse_args_into_dataclasses(args=line.split())
+    rows = MODELS[name][1](data_args.max_train_samples)
+
+    def compute_metrics(prediction):
+        predicted = prediction.predictions.argmax(-1)
+        return {"accuracy": float((predicted == prediction.label_ids).mean())}
+
+    trainer = Trainer(
+        model=made(name),
+        args=training_args,
+        train_dataset=rows if training_args.do_train else None,
+        eval_dataset=rows[:4] if training_args.do_eval else None,
+        data_collator=transformers.default_data_collator,
+        compute_metrics=compute_metrics,
+    )
+    result = trainer.train(resume_from_checkpoint=None)
+    trainer.save_model()
+    metrics = result.metrics
+    metrics["train_samples"] = len(rows)
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+    trainer.create_model_card(tasks="x")
+    assert {"eval_loss", "eval_accuracy"} <= set(metrics)
+    again = type(trainer.model).from_pretrained(tmp_path)
+    for (key, p), q in zip(again.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(p, q), key
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
+    assert {"train_loss", "eval_loss"} <= set(
+        json.loads((tmp_path / "all_results.json").read_text())
+    )
+    with pytest.raises(poise.Error, match="sends nothing over a network"):
+        trainer.push_to_hub()
+
+
+def test_a_plain_module_is_saved_too(tmp_path):
+    from safetensors.torch import load_file
+
+    model = nn.Linear(3, 2)
+    poise.Trainer(model, arguments(tmp_path)).save_model(tmp_path / "model")
+    values = load_file(tmp_path / "model" / "model.safetensors")
+    assert torch.equal(values["weight"], model.weight)
+    assert [p.name for p in (tmp_path / "model").iterdir()] == ["model.safetensors"]
