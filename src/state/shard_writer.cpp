@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,17 @@
 #include "state/safetensors.h"
 
 namespace poise::state {
+namespace {
+
+// By as many threads as torch has: a save in the background holds the training up for this long.
+void copy(char* to, const char* from, std::size_t size) {
+  constexpr std::int64_t kGrain = std::int64_t{1} << 20;
+  at::parallel_for(0, static_cast<std::int64_t>(size), kGrain, [&](auto begin, auto end) {
+    std::memcpy(to + begin, from + begin, static_cast<std::size_t>(end - begin));
+  });
+}
+
+}  // namespace
 
 ShardWriter::ShardWriter(std::string path, Staging& staging, Stream& stream, DigestBy digest_by)
     : staging_(staging),
@@ -51,8 +63,8 @@ char* ShardWriter::room(std::size_t& size) {
 void ShardWriter::append(const char* bytes, std::size_t size) {
   while (size > 0) {
     auto length = size;
-    char* place = room(length);
-    std::memcpy(place, bytes, length);
+    char* place = room(length);  // may be less
+    copy(place, bytes, length);
     bytes += length;
     size -= length;
   }

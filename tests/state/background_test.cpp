@@ -132,10 +132,14 @@ TEST(Background, HoldsNoMoreThanItMay) {
   Engine engine({{{"w", weight}}, {}, {}}, config);
   engine.save(folder.path());
   engine.finish_save();
+  const state::Saved saved(state::find(folder.path()));
+  saved.verify();
+  auto values = at::zeros({weight.numel()}, at::kFloat);
+  saved.read(state::kMaster, *saved.parameter("w"), 0, {0, 1}, values);
+  EXPECT_TRUE(at::equal(values, weight.detach().flatten()));  // from several tiles
   const auto held = engine.step(1, [&](std::size_t) { return Loss::sum(weight.sum(), 1); });
   EXPECT_GT(held.host_bytes, 8 << 20);
   EXPECT_LE(held.host_bytes, (12 << 20) + 65536);
-  state::verify(state::find(folder.path()));
 }
 
 // Where one of two ranks fails neither has a save, and both are told why.
