@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from poise import _C, Error, bench
-from poise.bench import ledger, optimizer, state
+from poise.bench import ledger, offload, optimizer, state
 
 
 def test_both_sides_do_the_same_update():
@@ -88,3 +88,50 @@ def test_saves_of_both_sides_hold_the_same_state(tmp_path):
 def test_the_stall_is_measured_without_the_writing(tmp_path):
     (figure,) = state.async_stall(3_000, 2, str(tmp_path))
     assert figure["value"] == pytest.approx(figure["stall_ms"] / figure["save_ms"], rel=0.1)
+
+
+def test_the_file_store_is_measured_with_the_bytes_of_the_plain_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("POISE_BENCH_DISK", str(tmp_path))
+    store = offload._Store(str(tmp_path), 32 << 20)
+    store.write()
+    for begin in store.begins:
+        back = torch.empty(store.TILE)
+        store.span.fetch(begin, back).wait()
+        assert any(torch.equal(back, tile) for tile in store.tiles)
+    assert store.store.file_bytes == 32 << 20
+    plain = offload._Plain(str(tmp_path), 32 << 20, direct=False)
+    plain.write()
+    content = (tmp_path / "plain").read_bytes()
+    assert len(content) == 32 << 20 and len({content[: 1 << 20]}) == 1
+    assert content[1 << 20 : 2 << 20] == plain.memory[1][:]
+    plain.close()
+    (tmp_path / "plain").unlink()
+    figures = {f["figure"]: f for f in offload.file_store(16 << 20, repeats=1)}
+    buffered = figures["file_store_vs_buffered"]
+    ratios = [
+        buffered[f"ours_{way}_mb_per_s"] / buffered[f"buffered_{way}_mb_per_s"]
+        for way in ("write", "read")
+    ]
+    assert buffered["value"] == pytest.approx(min(ratios), rel=0.02)
+    (overlap,) = offload.file_overlap(21_000_000, repeats=1)
+    parts = [overlap[f"{name}_ms"] for name in ("write", "read", "update")]
+    assert overlap["value"] == pytest.approx(overlap["whole_ms"] / max(parts), rel=0.02)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_offloaded_update_is_torchs():
+    updates = offload._Updates(10 * 700, {"optimizer": "host"})
+    before = [p.detach().float() for p in updates.model]
+    theirs = optimizer._Torch([700] * offload.LAYERS, low=True, unscale=False)
+    with torch.no_grad():
+        for parameter, value in zip(theirs.parameters, before, strict=True):
+            parameter.copy_(value)
+            parameter.grad.copy_(updates.gradient.float())
+    for group in theirs.optimizer.param_groups:
+        group |= {"betas": (0.9, 0.999), "weight_decay": 0.0}  # poise decays matrices only
+    assert updates.seconds(repeats=1) > 0  # two updates
+    theirs.update()
+    theirs.update()
+    for number, parameter in enumerate(theirs.parameters):
+        master = updates.engine.master(str(number))
+        torch.testing.assert_close(master, parameter.detach(), rtol=1e-5, atol=1e-6)

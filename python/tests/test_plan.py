@@ -96,3 +96,10 @@ def test_a_budget_is_kept_and_named(tmp_path, capfd):
     assert answer["fits"]
     assert best["peak_bytes"] <= 48 * 2**20 < answer["as_written"]["peak_bytes"]
     assert best["micro_batch_size"] * best["accumulation"] == 16
+
+
+def test_a_run_that_offloads_is_refused(tmp_path, capfd):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"model": SMALL, "offload": {"gradients": "host"}}))
+    assert _C.cli_run(["poise", "plan", str(path)]) != 0
+    assert "[plan] the run offloads, which plans do not count yet" in capfd.readouterr().err

@@ -66,6 +66,13 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   if (config.model.builtin != "byte_gpt") {
     fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
   }
+  for (const auto where : {config.offload.optimizer, config.offload.gradients,
+                           config.offload.parameters, config.offload.activations}) {
+    if (where == config::Offload::none) continue;
+    fail("plan",
+         "the run offloads, which plans do not count yet; take the section offload out, or give "
+         "batch.micro_batch_size");
+  }
   plan::Job job;
   job.machine = std::move(machine);
   job.model = plan::byte_gpt(config.model);

@@ -14,7 +14,8 @@ namespace poise::offload {
 struct BlockRequest {
   int file = -1;
   bool write = false;
-  int buffer = 0;  // index of the buffer that `data` lies in
+  int buffer = 0;       // index of the buffer that the request is known by
+  bool inside = false;  // `data` lies in that buffer, which may be registered
   char* data = nullptr;
   std::int64_t bytes = 0;
   std::int64_t offset = 0;

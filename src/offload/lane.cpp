@@ -40,7 +40,7 @@ Lane::Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_byte
     places.push_back({data + at, static_cast<std::size_t>(block_bytes)});
     Flight flight;
     flight.request.buffer = static_cast<int>(flights_.size());
-    flight.request.data = data + at;
+    flight.buffer = data + at;
     flights_.push_back(flight);
   }
   io_ = make(places);
@@ -114,6 +114,11 @@ void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
   request.bytes = bytes_of(transfer.room, block);
   request.offset = transfer.room.begin + block * block_bytes_;
   const auto covered = transfer.high(block, block_bytes_) - transfer.low(block, block_bytes_);
+  char* memory = const_cast<char*>(transfer.from != nullptr ? transfer.from : transfer.to) +
+                 (transfer.low(block, block_bytes_) - transfer.begin);
+  request.inside =
+      covered < request.bytes || reinterpret_cast<std::uintptr_t>(memory) % kSector != 0;
+  request.data = request.inside ? flight.buffer : memory;
   const bool fresh = transfer.room.checksums[static_cast<std::size_t>(block)] == 0;
   if (transfer.from == nullptr || (covered < request.bytes && !fresh)) {
     start(flight);
@@ -128,11 +133,14 @@ void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
 void Lane::fill_and_write(Transfer& transfer, Flight& flight) {
   const auto low = transfer.low(flight.block, block_bytes_);
   const auto high = transfer.high(flight.block, block_bytes_);
-  std::memcpy(flight.request.data + (low - flight.block * block_bytes_),
-              transfer.from + (low - transfer.begin), static_cast<std::size_t>(high - low));
+  if (flight.request.inside) {
+    std::memcpy(flight.buffer + (low - flight.block * block_bytes_),
+                transfer.from + (low - transfer.begin), static_cast<std::size_t>(high - low));
+  }
   flight.request.write = true;
   flight.moved = 0;
   start(flight);
+  flight.sum = checksum(flight.request.data, flight.request.bytes);  // while it travels
 }
 
 void Lane::start(Flight& flight) {
@@ -167,12 +175,11 @@ bool Lane::again(Flight& flight, std::int64_t result) {
 bool Lane::finish_block(Transfer& transfer, Flight& flight) {
   const auto& request = flight.request;
   auto& sum = transfer.room.checksums[static_cast<std::size_t>(flight.block)];
-  const auto now = checksum(request.data, request.bytes);
   if (request.write) {
-    sum = now;
+    sum = flight.sum;
     return false;
   }
-  if (now != sum) {
+  if (checksum(request.data, request.bytes) != sum) {
     fail("offload", "the ", request.bytes, " bytes at offset ", request.offset, " of ",
          file_.label(),
          " are not those that were written: the file was changed or the disk lost them; go on from "
@@ -182,10 +189,11 @@ bool Lane::finish_block(Transfer& transfer, Flight& flight) {
     fill_and_write(transfer, flight);
     return true;
   }
+  if (!request.inside) return false;  // it is where it belongs
   const auto low = transfer.low(flight.block, block_bytes_);
   const auto high = transfer.high(flight.block, block_bytes_);
   std::memcpy(transfer.to + (low - transfer.begin),
-              request.data + (low - flight.block * block_bytes_),
+              flight.buffer + (low - flight.block * block_bytes_),
               static_cast<std::size_t>(high - low));
   return false;
 }

@@ -1,5 +1,6 @@
 // One direction of a file store: a stream whose operations move whole blocks between a file and
-// memory, several in flight, every result read.
+// memory, several in flight, every result read. Whole blocks of memory that starts at a page go as
+// they are, others through buffers.
 #pragma once
 
 #include <functional>
@@ -41,8 +42,10 @@ class Lane {
   struct Transfer;
   // What a buffer is used for.
   struct Flight {
+    char* buffer = nullptr;
     BlockRequest request;
     std::int64_t block = 0;
+    std::uint64_t sum = 0;   // of a block that is written
     std::int64_t moved = 0;  // of a request that came back short
     int retries = 0;
   };

@@ -86,6 +86,27 @@ INSTANTIATE_TEST_SUITE_P(Io, AnyWay,
                                            Way{"one", OffloadIo::threads, 1, 65536}),
                          [](const auto& info) { return info.param.name; });
 
+// Whole blocks of page-aligned memory go without a copy, the rest through buffers.
+TEST(FileStore, MemoryMayStartAnywhere) {
+  TempDir folder;
+  const auto memory = host_memory();
+  const auto store = open_store(policy_in(folder.path()));
+  constexpr std::int64_t kNumel = 3 * 2048 + 77;  // blocks of 2,048 floats, and a part of one
+  const auto values = random_floats(kNumel, 8);
+  for (const std::int64_t shift : {0, 1, 1024}) {
+    for (const std::int64_t begin : {0, 5, 2048}) {
+      const auto room = memory->allocate(kNumel + shift, at::kFloat);
+      const auto from = room.narrow(0, shift, kNumel);
+      from.copy_(values);
+      const auto span = store->reserve(begin + kNumel, at::kFloat);
+      span->put(begin, from).wait();
+      from.zero_();
+      span->fetch(begin, from).wait();
+      EXPECT_TRUE(at::equal(from, values)) << shift << ' ' << begin;
+    }
+  }
+}
+
 TEST(FileStore, GivesRoomAndDescriptorsBack) {
   TempDir folder;
   const auto descriptors = entries_of("/proc/self/fd");
@@ -168,6 +189,17 @@ TEST(Checksum, TellsEveryFlippedBitOfABlock) {
     bytes[bit / 8] ^= static_cast<unsigned char>(1 << (bit % 8));
   }
   EXPECT_EQ(checksum(bytes, 4096), whole);
+}
+
+TEST(Checksum, TellsPartsThatChangedPlaces) {
+  auto block = random_floats(1024, 6);
+  const auto whole = checksum(block.const_data_ptr(), 4096);
+  for (const std::int64_t numel : {1, 2, 16, 256}) {  // a word, a lane, a stripe, the mixed ones
+    auto swapped = block.clone();
+    swapped.narrow(0, 0, numel).copy_(block.narrow(0, numel, numel));
+    swapped.narrow(0, numel, numel).copy_(block.narrow(0, 0, numel));
+    EXPECT_NE(checksum(swapped.const_data_ptr(), 4096), whole) << numel;
+  }
 }
 
 }  // namespace

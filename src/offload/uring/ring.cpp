@@ -26,9 +26,10 @@ class Ring final : public BlockIo {
     POISE_CHECK(entry != nullptr);  // as many entries as buffers
     const auto bytes = static_cast<unsigned>(r.bytes);
     const auto offset = static_cast<std::uint64_t>(r.offset);
-    if (registered_ && r.write) {
+    const bool fixed = registered_ && r.inside;
+    if (fixed && r.write) {
       io_uring_prep_write_fixed(entry, r.file, r.data, bytes, offset, r.buffer);
-    } else if (registered_) {
+    } else if (fixed) {
       io_uring_prep_read_fixed(entry, r.file, r.data, bytes, offset, r.buffer);
     } else if (r.write) {
       io_uring_prep_write(entry, r.file, r.data, bytes, offset);
@@ -36,6 +37,7 @@ class Ring final : public BlockIo {
       io_uring_prep_read(entry, r.file, r.data, bytes, offset);
     }
     io_uring_sqe_set_data64(entry, static_cast<std::uint64_t>(r.buffer));
+    io_uring_submit(&ring_);  // what it could not take now, wait() submits
   }
 
   BlockResult wait() override {
