@@ -182,15 +182,13 @@ def test_the_peak_of_a_chain_is_the_highest_of_all_its_moments():
 def test_budget_and_global_batch_are_all_a_trainer_needs(tmp_path):
     whole, loss = train(tmp_path / "whole", per_device_train_batch_size=16)
     peak = whole.engine.memory()["peak_bytes"]
-    last = peak
     for share in (1.0, 0.6, 0.35):
         budget = int(peak * share)
         trainer, found_loss = train(tmp_path / str(share), memory_budget=budget)
         args = trainer.args
         assert args.per_device_train_batch_size * args.accumulation == 16
         held = trainer.engine.memory()["peak_bytes"]
-        assert held <= budget and held <= last
-        last = held
+        assert held <= budget
         assert found_loss == pytest.approx(loss, rel=1e-5)
     assert args.per_device_train_batch_size < 16 or args.checkpointing["policy"] != "none"
 
