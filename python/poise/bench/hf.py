@@ -86,7 +86,7 @@ def hf_trainer(rounds: int = 3) -> Iterator[dict]:
     theirs, ours = [], []
     for _ in range(rounds):
         theirs.append(_run(transformers, rows, save_strategy="no", report_to="none"))
-        ours.append(_run(poise, rows))
+        ours.append(_run(poise, rows, save_strategy="no"))
     seconds = {name: statistics.median(r[0] for r in runs) for name, runs in
                (("transformers", theirs), ("poise", ours))}  # fmt: skip
     yield {
