@@ -3,6 +3,7 @@
 import copy
 import difflib
 import importlib.util
+import io
 import logging
 from pathlib import Path
 
@@ -373,6 +374,48 @@ def test_a_saved_loop_goes_on_as_if_nothing_had_been(make, tmp_path):
     for p, q in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert second.optimizer.param_groups[1]["lr"] == whole.optimizer.param_groups[1]["lr"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s, o: s.LambdaLR(o, lambda n: 1 / (n + 1)),
+        lambda s, o: s.CosineAnnealingLR(o, T_max=10),
+        lambda s, o: s.OneCycleLR(o, max_lr=0.02, total_steps=9),
+        lambda s, o: s.SequentialLR(o, [s.ConstantLR(o, 0.1, 2), s.ExponentialLR(o, 0.8)], [2]),
+        lambda s, o: s.ChainedScheduler([s.ConstantLR(o, 0.1, 2), s.ExponentialLR(o, 0.8)]),
+    ],
+)
+def test_states_saved_with_torch_go_on_as_if_nothing_had_been(make):
+    data = rows(24)
+
+    def begun(seed=0):
+        optimizer = adamw(model := network(seed))
+        scheduler = make(torch.optim.lr_scheduler, optimizer)
+        return poise.wrap(model, optimizer, scheduler, accumulation=2)
+
+    def train(loop, pieces):
+        rates = []
+        for x, y in pieces:
+            loop.model.backward(F.cross_entropy(loop.model(x), y))
+            loop.optimizer.step()
+            loop.scheduler.step()
+            rates += [(g["lr"], g["betas"]) for g in loop.optimizer.param_groups]
+        return rates
+
+    pieces = [data[i : i + 2] for i in range(0, 24, 2)]
+    whole, first, second = begun(), begun(), begun(seed=7)
+    train(whole, pieces[:6])
+    train(first, pieces[:6])
+    for was, new in zip(first[:3], second[:3], strict=True):
+        file = io.BytesIO()
+        torch.save(was.state_dict(), file)
+        file.seek(0)
+        new.load_state_dict(torch.load(file))
+    rates = train(second, pieces[6:])
+    assert rates == train(whole, pieces[6:]) and len(set(rates)) >= 4
+    for p, q in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 # Precision.
