@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from poise import eval_share, model_view, torch_optimizer
+from poise import eval_share, model_view, torch_optimizer, torch_settings
 from poise._C import Error
 from poise.config import ConfigLike, read_config, settings_of
 from poise.engine import Engine
@@ -118,7 +118,7 @@ def _settings(
         )
     asked = config.get("optimizer", {}) if isinstance(config, Mapping) else {}
     given["optimizer"] = {
-        **torch_optimizer.to_settings(optimizer),
+        **torch_settings.to_settings(optimizer),
         "max_grad_norm": asked.get("max_grad_norm", 0.0),
     }
     if accumulation != 1 or not given["batch"]["accumulation"]:

@@ -8,7 +8,6 @@ the engine.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
 import types
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from poise._C import Error
+from poise.torch_settings import check_groups, check_unchanged, fixed_options, kind_of
 
 if TYPE_CHECKING:
     from poise.engine import Engine
@@ -31,50 +31,6 @@ MOMENTS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-_REFUSED = ("amsgrad", "maximize", "differentiable")  # in a group; all False by default
-_SHARED = ("betas", "eps", "momentum", "nesterov", "dampening", "decoupled_weight_decay")
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its name in the engine's settings; raises Error on one that the engine has no kernel for."""
-    for known in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        if isinstance(optimizer, known) and _same_step(type(optimizer), known):
-            if known is torch.optim.SGD:
-                return "sgd"
-            by_class = known is torch.optim.AdamW
-            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", by_class)
-            return "adamw" if decoupled else "adam"
-    raise Error(
-        f"[loop] the optimizer is {type(optimizer).__name__}; poise has kernels for torch.optim.AdamW, "
-        "Adam and SGD: use one of these, or keep this loop in plain torch"
-    )
-
-
-def to_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer section of the engine's settings."""
-    kind = kind_of(optimizer)
-    first = optimizer.param_groups[0]
-    for group in optimizer.param_groups:
-        on = [name for name in _REFUSED if group.get(name)]
-        if on:
-            raise Error(f"[loop] the optimizer has {on[0]}=True, which poise has no kernel for")
-        for name in _SHARED:
-            if group.get(name) != first.get(name):
-                raise Error(
-                    f"[loop] the optimizer's groups differ in {name} ({first.get(name)} and "
-                    f"{group.get(name)}); groups may differ in lr and weight_decay"
-                )
-    if first.get("dampening"):
-        raise Error(
-            f"[loop] the optimizer has dampening={first['dampening']}; poise knows SGD without it"
-        )
-    settings = {"type": kind, "lr": float(first["lr"])}
-    # torch decays whatever is in a group with weight_decay, biases too.
-    settings |= {"weight_decay": float(first["weight_decay"]), "decay_rule": "all"}
-    if kind == "sgd":
-        return settings | {"momentum": first["momentum"], "nesterov": first["nesterov"]}
-    beta1, beta2 = (float(beta) for beta in first["betas"])
-    return settings | {"beta1": beta1, "beta2": beta2, "eps": float(first["eps"])}
 
 
 def freeze_what_it_leaves_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -106,7 +62,7 @@ class HandedOver:
 
     Args:
       optimizer: its step() calls `step` from now on; its state goes to the engine.
-      engine: made with to_settings(optimizer).
+      engine: made with torch_settings.to_settings(optimizer).
       step: closes the window, or does nothing where one is not full.
     """
 
@@ -114,7 +70,7 @@ class HandedOver:
         self, optimizer: torch.optim.Optimizer, engine: Engine, step: Callable[[], Any]
     ) -> None:
         self.optimizer, self._engine = optimizer, engine
-        self._kind = kind_of(optimizer)
+        self._kind, self._made_for = kind_of(optimizer), fixed_options(optimizer)
         self._names = {id(p): name for name, p in _trainable(engine.model)}
         engine.group_parameters([self._names_of(group) for group in optimizer.param_groups])
         self._give_state()
@@ -122,7 +78,9 @@ class HandedOver:
         self._replace_methods(step)
 
     def give_settings(self) -> None:
-        """Learning rates and all else that a scheduler changes, for the next update."""
+        """Learning rates and all else that a scheduler changes, for the next update; raises Error on
+        an option that was set meanwhile and that the engine would not follow."""
+        self._check()
         self.optimizer._opt_called = True  # what torch's schedulers ask for
         groups = self.optimizer.param_groups
         first = groups[0]
@@ -155,9 +113,20 @@ class HandedOver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what state_dict() of this or of a plain torch optimizer gave; all ranks."""
+        groups = self.optimizer.param_groups
         type(self.optimizer).load_state_dict(self.optimizer, state)
+        try:
+            self._check()
+        except Error:  # the run stays as it was
+            self.optimizer.param_groups = groups
+            self.optimizer.state.clear()
+            raise
         self._give_state()
         self.give_settings()
+
+    def _check(self) -> None:
+        check_groups(self.optimizer)
+        check_unchanged(self.optimizer, self._made_for)
 
     def _give_state(self) -> None:
         held = self.optimizer.state
@@ -239,8 +208,3 @@ def _add_param_group(optimizer: torch.optim.Optimizer, param_group: Any) -> None
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _same_step(kind: type, known: type) -> bool:
-    """Whether a subclass has the update of `known`: torch wraps step() once for every class."""
-    return inspect.unwrap(kind.step) is inspect.unwrap(known.step)

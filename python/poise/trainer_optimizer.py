@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poise import _C, torch_optimizer
+from poise import _C, torch_optimizer, torch_settings
 from poise._C import Error, StepResult
 from poise.config import read_config
 from poise.schedule_arguments import to_schedule
@@ -39,7 +39,7 @@ class TorchOptimizer:
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """The engine's settings with this optimizer in place of the arguments' own."""
-        optimizer = torch_optimizer.to_settings(self._optimizer)
+        optimizer = torch_settings.to_settings(self._optimizer)
         limit = config["optimizer"]["max_grad_norm"]
         return {
             **config,

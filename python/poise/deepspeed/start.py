@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from poise import comm, ranks, torch_optimizer
+from poise import comm, ranks, torch_optimizer, torch_settings
 from poise._C import Error
 from poise.deepspeed import launch, optimizers, schedules
 from poise.deepspeed.config import Settings, read
@@ -68,7 +68,7 @@ def initialize(
     scheduler = _scheduler(lr_scheduler, optimizer, settings)
     torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
     limit = settings.engine["optimizer"]
-    sections = {**settings.engine, "optimizer": {**torch_optimizer.to_settings(optimizer), **limit}}
+    sections = {**settings.engine, "optimizer": {**torch_settings.to_settings(optimizer), **limit}}
     engine = Engine(model, sections, group=_group(settings, device))
     loader = None
     if training_data is not None:
