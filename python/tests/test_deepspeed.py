@@ -98,6 +98,25 @@ def test_the_boundary_is_known_before_and_after_backward():
     assert seen == [False, True, False, True]
 
 
+@pytest.mark.parametrize("when", ["head", "after backward", "tail"])
+def test_zero_grad_anywhere_in_the_loop_drops_nothing(when):
+    data = rows(16)
+    model, reference = WithLoss(), network(dtype=torch.float64)
+    engine, *_ = poise.initialize(model=model, config=config())
+    for x, y in in_pieces(data, 2):
+        if when == "head":
+            engine.zero_grad()
+        engine.backward(engine(x, labels=y))
+        if when == "after backward":
+            engine.zero_grad()
+        engine.step()
+        if when == "tail":
+            engine.zero_grad()
+    assert (engine.global_steps, engine.micro_steps) == (2, 8)
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), in_pieces(data, 8))
+    assert distance(model.body, reference) < 1e-6
+
+
 def test_the_loaders_last_window_is_an_update_of_its_own(monkeypatch):
     data = rows(10)  # windows of 8 and 2; carried on, there would be 5 updates in 4 epochs
     monkeypatch.setattr("poise.deepspeed.start.RandomSampler", torch.utils.data.SequentialSampler)

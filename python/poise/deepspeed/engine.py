@@ -121,8 +121,8 @@ class DeepSpeedEngine(WrappedModel):
             self._open = True
 
     def zero_grad(self) -> None:
-        """Drops what the open window has accumulated; after an update there is nothing to zero."""
-        self.engine.discard_window()
+        """Nothing: gradients are the engine's, and zero after each update. An open window goes on, so
+        that a loop may call it at each micro-batch; engine.discard_window() drops one."""
 
     def allreduce_gradients(self, bucket_size: Any = None) -> None:
         """Nothing: gradients are joined as they come and when the window closes."""
