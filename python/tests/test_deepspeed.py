@@ -140,6 +140,23 @@ def test_step_last_closes_a_window_of_ones_own_batches():
     assert distance(model.body, reference) < 1e-6
 
 
+def test_a_step_for_a_micro_batch_that_failed_is_refused():
+    data = rows(8)
+    model, reference = WithLoss(), network(dtype=torch.float64)
+    engine, *_ = poise.initialize(model=model, config=config())
+    pieces = in_pieces(data, 2)
+    run(engine, pieces[:3])
+    with pytest.raises(RuntimeError, match="shapes"):
+        engine.backward(engine(data[:2][0][:, :3], labels=data[:2][1]))
+    # It counted as the window's fourth: an update came from three.
+    with pytest.raises(poise.Error, match="3 of 4 micro-batches: leave step.. out"):
+        engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (0, 3)
+    run(engine, pieces[3:])
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [data[:8]])
+    assert distance(model.body, reference) < 1e-6
+
+
 def test_unequal_counts_weigh_as_their_tokens():
     x, y = rows(8)[:8]
     y = y.clone()

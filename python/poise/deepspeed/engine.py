@@ -85,9 +85,18 @@ class DeepSpeedEngine(WrappedModel):
 
         Args:
           last: closes the window although it is not full.
+
+        Raises poise.Error without a backward() since the last step(), as after a forward that failed:
+        the window would close short of a micro-batch.
         """
         if not self._open:
             raise Error("[deepspeed] step() inside no_sync(); leave it first")
+        if self._before_backward and not last:
+            raise Error(
+                "[deepspeed] step() without a backward() since the last step(); the window holds "
+                f"{self.engine.micro_batches} of {self._accumulation} micro-batches: leave step() out "
+                "for a micro-batch that failed, or close the window with step(last=True)"
+            )
         self._syncs = last or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._before_backward = True
