@@ -32,7 +32,8 @@ class Engine:
     on, in the dtype of the configuration; their `.grad` stays empty (see `gradient`).
 
     Args:
-      model: any module with trainable parameters.
+      model: any module with trainable parameters. Which are trained (requires_grad) is settled
+        here: a change later is an Error of the next window.
       config: settings, in any form that poise.config.read_config takes.
       units: classes, class names or name patterns of the modules that belong together; None: the
         entries of the model's largest list of blocks.
@@ -97,6 +98,7 @@ class Engine:
             ranks.replica,
             fill,
         )
+        self._trained = [(n, p, p.requires_grad) for n, p in model_view.named_parameters(model)]
         self._whole = 0  # scopes of gathered() that are open
         undo = self._undo = contextlib.ExitStack()
         self._blocks = blocks
@@ -132,6 +134,7 @@ class Engine:
                 f"[engine] the window is one {type(window).__name__}; give the list of "
                 "micro-batches, for example engine.step([batch], loss_fn)"
             )
+        self._check_trained()
         batches = list(window)
         loss_fn = loss_fn or self._call_model
 
@@ -156,6 +159,8 @@ class Engine:
           loss: what a loss function may return.
           tokens: how many tokens (or samples) a mean without a count of its own counted.
         """
+        if self.micro_batches == 0:
+            self._check_trained()
         self._engine.backward(loss_parts(loss, tokens))
 
     def is_boundary(self) -> bool:
@@ -393,6 +398,17 @@ class Engine:
         if name is None:
             raise Error("[engine] this tensor is no parameter of the model; give one, or its name")
         return name
+
+    def _check_trained(self) -> None:
+        """At a window's start: what is trained was laid out once, with a gradient and moments each."""
+        for name, parameter, trained in self._trained:
+            if parameter.requires_grad != trained:
+                was, now = ("trained", "frozen") if trained else ("frozen", "to be trained")
+                raise Error(
+                    f"[engine] parameter '{name}' was {was} when the engine was made, and is {now} "
+                    "now; set requires_grad back, or make the engine anew (poise.wrap and "
+                    "poise.initialize make one too)"
+                )
 
     def _call_model(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):

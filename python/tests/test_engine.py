@@ -275,6 +275,39 @@ def test_settings_in_every_form(tmp_path):
         poise.Engine(tiny(), {"optimizer": {"learning_rat": 1}})
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("by", ["step", "backward"])
+def test_what_is_frozen_or_freed_later_is_named(trained, by):
+    model = tiny()
+    name, parameter = list(model.named_parameters())[1]
+    parameter.requires_grad_(trained)
+    engine = engine_of(model)
+
+    def update():
+        if by == "step":
+            return step(engine)
+        for piece in WINDOW:
+            engine.backward(engine(**piece), counted(piece))
+        return engine.step()
+
+    assert update().applied
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    parameter.requires_grad_(not trained)
+    was = "trained" if trained else "frozen"
+    with pytest.raises(
+        poise.Error, match=f"parameter '{name}' was {was} when.*make the engine anew"
+    ):
+        update()
+    assert engine.micro_batches == 0
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    parameter.requires_grad_(trained)  # set back, it goes on
+    assert update().updates == 2
+    parameter.requires_grad_(not trained)
+    engine = engine_of(model)  # anew: what is trained now moves, and nothing else
+    before = parameter.detach().clone()
+    assert update().applied and torch.equal(parameter, before) == trained
+
+
 def test_unknown_parameter_names_the_nearest():
     engine = engine_of(tiny())
     with pytest.raises(poise.Error, match=r"head\.weight"):
