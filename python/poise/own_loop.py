@@ -43,7 +43,8 @@ def wrap(
     are, once per micro-batch, and act once per update. Nothing is clipped unasked.
 
     Args:
-      model: trained in place; gradients are the engine's, `.grad` stays empty.
+      model: trained in place; gradients are the engine's, `.grad` stays empty. What the optimizer
+        leaves out is frozen, with a warning.
       optimizer: torch.optim.AdamW, Adam or SGD with its groups, settings and state.
       scheduler: torch's schedulers of that optimizer (one, or a list): they step once per applied
         update. ReduceLROnPlateau, which watches a metric, steps whenever it is asked.
@@ -64,12 +65,12 @@ def wrap(
     schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
     schedulers = [one for one in schedulers if one is not None]
     _check_schedulers(optimizer, schedulers, accumulation)
-    torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
     settings = _settings(optimizer, accumulation, config)
-    engine = Engine(model, settings, units, group)
-    if loader is not None:
-        _check_ranks(loader, engine)
-    wrapped = WrappedModel(engine, optimizer, loader, schedulers)
+    with torch_optimizer.left_out_frozen(model, optimizer):
+        engine = Engine(model, settings, units, group)
+        if loader is not None:
+            _check_ranks(loader, engine)
+        wrapped = WrappedModel(engine, optimizer, loader, schedulers)
     for one in schedulers:
         gate(one, wrapped)
     return Wrapped(wrapped, optimizer, scheduler, wrapped.loader)

@@ -7,11 +7,12 @@ the engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,10 @@ MOMENTS = {
 }
 
 
-def freeze_what_it_leaves_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Parameters that no group holds would never change: they need no gradient either."""
+@contextlib.contextmanager
+def left_out_frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Parameters that no group holds would never change: they need no gradient either. Around what
+    makes the engine: where that fails, they are as they were."""
     of_model = {id(p) for p in model.parameters()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     foreign = [p for p in held.values() if id(p) not in of_model]
@@ -55,6 +58,12 @@ def freeze_what_it_leaves_out(model: nn.Module, optimizer: torch.optim.Optimizer
             len(left_out),
             left_out[0][0],
         )
+    try:
+        yield
+    except BaseException:
+        for _, parameter in left_out:
+            parameter.requires_grad_(True)
+        raise
 
 
 class HandedOver:

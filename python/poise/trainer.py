@@ -23,6 +23,7 @@ from poise import (
     model_view,
     prediction,
     ranks,
+    torch_optimizer,
     trainer_balance,
     trainer_data,
 )
@@ -320,10 +321,12 @@ class Trainer(TrainerHooks):
     def _make_engine(self, updates: int) -> None:
         config = self.args.to_config(updates)
         self._torch = self._torch_optimizer(updates)
-        if self._torch is not None:
-            config = self._torch.settings(config)
-        self.engine = Engine(self.model, config, self._units, self._group)
-        if self._torch is not None:
+        if self._torch is None:
+            self.engine = Engine(self.model, config, self._units, self._group)
+            return
+        config = self._torch.settings(config)
+        with torch_optimizer.left_out_frozen(self.model, self.optimizer):
+            self.engine = Engine(self.model, config, self._units, self._group)
             self._torch.attach(self.engine)
 
     def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
@@ -339,7 +342,7 @@ class Trainer(TrainerHooks):
             if self.optimizer is None and self.lr_scheduler is None:
                 return None  # the engine's own
         self.create_optimizer_and_scheduler(updates)
-        return TorchOptimizer(self.model, self.optimizer, self.lr_scheduler)
+        return TorchOptimizer(self.optimizer, self.lr_scheduler)
 
     def _loop(
         self,

@@ -27,13 +27,12 @@ class TorchOptimizer:
       scheduler: steps after every applied update; None: rates stay.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    def __init__(self, optimizer: Any, scheduler: Any) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise Error(
                 f"[trainer] the optimizer is {type(optimizer).__name__}; give torch.optim.AdamW, "
                 "Adam or SGD, or none: then optim and learning_rate say it"
             )
-        torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._tie: torch_optimizer.HandedOver | None = None
 

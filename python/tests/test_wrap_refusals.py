@@ -119,6 +119,30 @@ def test_an_option_set_later_is_no_secret(kind, name, value, reason, through):
     assert run.last_result.applied
 
 
+def through_wrap(model, optimizer):
+    poise.wrap(model, optimizer)
+
+
+def through_initialize(model, optimizer):
+    config = {"train_micro_batch_size_per_gpu": 2}
+    poise.initialize(model=model, optimizer=optimizer, config=config)
+
+
+def through_trainer(model, optimizer):
+    data = [{"x": x, "labels": y} for x, y in rows(4)]
+    args = poise.TrainingArguments(max_steps=1)
+    poise.Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()
+
+
+@pytest.mark.parametrize("face", [through_wrap, through_initialize, through_trainer])
+def test_a_refused_model_is_trained_as_it_was(face):
+    model = network()
+    model[0].requires_grad_(False)
+    with pytest.raises(poise.Error, match="no parameter of the model is trainable"):
+        face(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
 def test_settings_that_torchs_objects_have_already_are_refused():
     for config in ({"optimizer": {"lr": 0.5}}, {"schedule": {"type": "cosine"}}):
         model = network()

@@ -66,14 +66,14 @@ def initialize(
     model.to(device)
     optimizer = _optimizer(optimizer, model, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, optimizer, settings)
-    torch_optimizer.freeze_what_it_leaves_out(model, optimizer)
     limit = settings.engine["optimizer"]
     sections = {**settings.engine, "optimizer": {**torch_settings.to_settings(optimizer), **limit}}
-    engine = Engine(model, sections, group=_group(settings, device))
     loader = None
     if training_data is not None:
         loader = _loader(training_data, settings, collate_fn)
-    wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
+    with torch_optimizer.left_out_frozen(model, optimizer):
+        engine = Engine(model, sections, group=_group(settings, device))
+        wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
     return wrapped, optimizer, wrapped.loader, scheduler
 
 
