@@ -42,6 +42,11 @@ def wrap(
     torch's function; optimizer.step(), scheduler.step() and optimizer.zero_grad() stay where they
     are, once per micro-batch, and act once per update. Nothing is clipped unasked.
 
+    Two things are not as in torch. torch.nn.utils.clip_grad_norm_ finds no `.grad`, so that it returns
+    0 and clips nothing, unsaid: model.clip_grad_norm_ or optimizer.max_grad_norm in `config` clips.
+    And a parameter that no loss of a window reached has a gradient of zero, not none: weight decay
+    and moments move it, where torch skips it; freeze it, or give it a group with weight_decay 0.
+
     Args:
       model: trained in place; gradients are the engine's, `.grad` stays empty. What the optimizer
         leaves out is frozen, with a warning.
