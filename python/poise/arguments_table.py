@@ -96,6 +96,11 @@ TABLE: tuple[Field, ...] = (
     *_mapped("steps, epoch or no", "logging_strategy"),
     *_mapped("of transformers' formula, exact over the window", "label_smoothing_factor"),
     *_mapped("keys of a sample that forward does not take are dropped", "remove_unused_columns"),
+    *_mapped(
+        "None: forward's arguments with label in their name, and start_positions and end_positions of "
+        "question answering",
+        "label_names",
+    ),
     *_mapped("random or sequential", "train_sampling_strategy"),
     *_mapped("seconds that a rank waits for the others", "ddp_timeout"),
     *_mapped("DeepSpeed's JSON: docs/deepspeed.md", "deepspeed"),
@@ -207,7 +212,6 @@ TABLE: tuple[Field, ...] = (
     *_noted(
         "batches come in order", ("dataloader_in_order", True), "dataloader_multiprocessing_context"
     ),
-    *_noted("labels, label or label_ids", "label_names"),
     *_noted("of group_by_length", ("length_column_name", "length")),
     *_noted("on the CPU runs are the same to the bit; seeds are set", ("full_determinism", False)),
     # Ranks.

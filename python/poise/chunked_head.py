@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +20,9 @@ from poise import model_view
 from poise._C import Error
 from poise.checkpointing import chunked_cross_entropy
 from poise.evaluation import eval_mode
+from poise.labels import counted_in
 from poise.loss import Loss
-from poise.model_call import ModelCall, call_model, labels_in
+from poise.model_call import ModelCall, call_model
 
 NAMES = ("lm_head", "head")
 IGNORED = -100
@@ -53,7 +54,7 @@ class ChunkedHead:
         return self._loss(batch, scale=1.0)
 
     def _loss(self, batch: Any, scale: float) -> Loss:
-        labels = labels_in(batch)
+        labels = counted_in(batch, self._call.label_names)
         if labels is None or labels.is_floating_point():
             _refuse("the batch has no labels that name classes")
         hidden = self._hidden(batch)
@@ -88,7 +89,7 @@ class ChunkedHead:
         _refuse(f"the model's forward does not call its head, {self._name}")
 
     def _check(self, batch: Any) -> None:
-        small = _part_of(batch)
+        small = _part_of(batch, self._call.label_names)
         device = self._head.weight.device
         with (
             eval_mode(self._model),
@@ -155,9 +156,9 @@ def _mean(loss: Loss) -> float:
     return value if loss.kind == "mean" else value / max(float(loss.count), 1.0)
 
 
-def _part_of(batch: Any) -> Any:
+def _part_of(batch: Any, label_names: Sequence[str]) -> Any:
     """A few rows, and of sequences a few tokens, all of them labelled but the last masked ones."""
-    labels = labels_in(batch)
+    labels = counted_in(batch, label_names)
     if labels is None or labels.is_floating_point():
         _refuse("the batch has no labels that name classes")
     tensors = [v for v in _values(batch) if isinstance(v, torch.Tensor) and v.dim() > 0]

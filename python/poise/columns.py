@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from poise._C import Error
-
-LABELS = ("label", "label_ids", "labels")
+from poise.labels import LABELS
 
 
 def collate_for(
-    model: nn.Module, collate: Callable | None, processing_class: Any, remove_unused: bool
+    model: nn.Module,
+    collate: Callable | None,
+    processing_class: Any,
+    remove_unused: bool,
+    label_names: Iterable[str] = (),
 ) -> Callable:
     """Makes a batch of a list of samples.
 
@@ -24,12 +27,15 @@ def collate_for(
       model: whose forward says which keys of a sample it takes.
       collate: the user's; None: pads with a tokenizer where there is one, else stacks.
       processing_class: a tokenizer or processor, or None.
-      remove_unused: whether keys that forward does not take are dropped.
+      remove_unused: whether keys that forward does not take are dropped,
+      label_names: but for labels.
     """
     if collate is None:
         pads = hasattr(processing_class, "pad")
         collate = Padded(processing_class) if pads else Stacked(_names(model))
-    return WithoutUnused(collate, _names(model)) if remove_unused else collate
+    if not remove_unused:
+        return collate
+    return WithoutUnused(collate, _names(model), {*LABELS, *label_names})
 
 
 def _names(model: nn.Module) -> frozenset[str] | None:
@@ -44,13 +50,16 @@ def _names(model: nn.Module) -> frozenset[str] | None:
 class WithoutUnused:
     """Drops the keys of dictionaries that forward does not take, then makes the batch."""
 
-    def __init__(self, collate: Callable, names: frozenset[str] | None) -> None:
-        self.collate, self._names = collate, names
+    def __init__(
+        self, collate: Callable, names: frozenset[str] | None, labels: set[str] | frozenset[str]
+    ) -> None:
+        self.collate, self._names, self._labels = collate, names, labels
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._names is None or not samples or not isinstance(samples[0], Mapping):
             return self.collate(samples)
-        kept = [{k: v for k, v in s.items() if k in self._names or k in LABELS} for s in samples]
+        wanted = self._names | self._labels
+        kept = [{k: v for k, v in sample.items() if k in wanted} for sample in samples]
         if not any(name in self._names for name in kept[0]):
             raise Error(
                 f"[trainer] forward takes {', '.join(sorted(self._names))}, and a sample has "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import nn
 
 from poise._C import Error
 from poise.data import count_targets
+from poise.labels import counted_in, labels_in, names_of, without_labels
 from poise.loss import Count, Loss, as_loss
-
-LABELS = ("labels", "label", "label_ids")
 
 
 class ModelCall:
@@ -24,6 +23,8 @@ class ModelCall:
       compute_loss_func: gets (outputs, labels); returns what a loss function may return.
       shift_labels: whether the model compares position t with label t + 1, so that the first label
         of each row counts for nothing; None: causal language models, by their class name.
+      label_names: of a batch's entries that are labels; None: forward's arguments say it
+        (poise.labels).
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class ModelCall:
         model: nn.Module,
         compute_loss_func: Callable[..., Any] | None = None,
         shift_labels: bool | None = None,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         self._model = model
+        self.label_names = tuple(names_of(model) if label_names is None else label_names)
         self._compute_loss = compute_loss_func
         self._takes_items = _takes(compute_loss_func, "num_items_in_batch")
         self.came_counted = False  # the last loss said what it is a sum or a mean over
@@ -49,7 +52,7 @@ class ModelCall:
           batch: without labels it gives (None, outputs, None),
           with_loss: unless this is on.
         """
-        labels = labels_in(batch)
+        labels = labels_in(batch, self.label_names)
         if labels is None and not with_loss:
             return None, call_model(self._model, batch), None
         loss, outputs = self.loss_and_outputs(batch)
@@ -59,7 +62,7 @@ class ModelCall:
 
     def count(self, batch: Any) -> Count:
         """Labels that count, without waiting for the device; without labels: samples."""
-        labels = labels_in(batch)
+        labels = counted_in(batch, self.label_names)
         if labels is None or labels.is_floating_point() or labels.dim() == 0:
             return _samples(batch)
         return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
@@ -68,7 +71,7 @@ class ModelCall:
         try:
             return call_model(self._model, batch)
         except IndexError as error:
-            if reason := _out_of_range(self._model, batch):
+            if reason := _out_of_range(self._model, batch, self.label_names):
                 raise Error(f"[trainer] {reason}") from error
             raise
 
@@ -82,24 +85,19 @@ class ModelCall:
         """The loss, and all that the model returned."""
         if self._compute_loss is None:
             outputs = self._call(batch)
-            if labels_in(batch) is None and _has_no_loss(outputs):
+            if labels_in(batch, self.label_names) is None and _has_no_loss(outputs):
                 raise Error(
                     f"[trainer] the batch has {_keys(batch)} but no labels, and the model returned "
                     "no loss; let the dataset or data_collator give labels, or give "
                     "compute_loss_func"
                 )
             return _loss_in(outputs), outputs
-        outputs = call_model(self._model, _without_labels(batch))
+        outputs = call_model(self._model, without_labels(batch, self.label_names))
         # With the micro-batch's own number functions written for transformers make a mean; the
         # engine does the rest.
         extra = {"num_items_in_batch": self.count(batch)} if self._takes_items else {}
-        return as_loss(self._compute_loss(outputs, labels_in(batch), **extra)), outputs
-
-
-def _without_labels(batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: value for name, value in batch.items() if name not in LABELS}
-    return batch[:-1] if labels_in(batch) is not None else batch
+        labels = labels_in(batch, self.label_names)
+        return as_loss(self._compute_loss(outputs, labels, **extra)), outputs
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -125,13 +123,13 @@ def _loss_in(outputs: Any) -> Loss:
     return as_loss(outputs)
 
 
-def _out_of_range(model: nn.Module, batch: Any) -> str:
+def _out_of_range(model: nn.Module, batch: Any, names: Sequence[str]) -> str:
     """Which of a batch's numbers a model of transformers has no class or word for; empty: none."""
     config, ids = getattr(getattr(model, "_orig_mod", model), "config", None), {}
     words = getattr(config, "vocab_size", None)
     if isinstance(batch, Mapping):
         ids["input_ids"] = (batch.get("input_ids"), words)
-    labels = labels_in(batch)
+    labels = counted_in(batch, names)
     # One label a sample is a class, one a token is a word or a class of words.
     classes = getattr(config, "num_labels", None)
     is_class = labels is not None and (labels.dim() == 1 or not words)
@@ -161,15 +159,6 @@ def _keys(batch: Any) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def labels_in(batch: Any) -> torch.Tensor | None:
-    """Those of a dictionary by name, of a tuple its last tensor; None: there are none."""
-    if isinstance(batch, Mapping):
-        found = next((batch[name] for name in LABELS if batch.get(name) is not None), None)
-    else:
-        found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def _samples(batch: Any) -> Count:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from poise._C import Error
+from poise.labels import LABELS, labels_in
 from poise.loss import Loss
-from poise.model_call import LABELS, labels_in
 from poise.prediction import PredictionOutput
 from poise.trainer import Trainer
 from poise.training_arguments import TrainingArguments
@@ -73,11 +73,12 @@ class Seq2SeqTrainer(Trainer):
     def _outputs_of(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
         if not getattr(self.args, "predict_with_generate", False):
             return super()._outputs_of(batch, with_loss)
-        loss = self._loss(batch) if labels_in(batch) is not None else None
-        inputs = {n: v for n, v in batch.items() if n not in (*LABELS, "decoder_input_ids")}
+        loss = self._loss(batch) if labels_in(batch, self.label_names) is not None else None
+        dropped = {*LABELS, *self.label_names, "decoder_input_ids"}
+        inputs = {n: v for n, v in batch.items() if n not in dropped}
         with self._whole_model():  # ranks generate for different lengths
             tokens = self.model.generate(**inputs, **self._arguments())
-        return loss, tokens, labels_in(batch)
+        return loss, tokens, labels_in(batch, self.label_names)
 
     def _arguments(self) -> dict[str, Any]:
         """Of generate(): the call's, else the Trainer's."""

@@ -295,7 +295,9 @@ class Trainer(TrainerHooks):
 
     def _collate(self) -> Callable:
         unused = self.args.remove_unused_columns
-        return columns.collate_for(self.model, self.data_collator, self.processing_class, unused)
+        return columns.collate_for(
+            self.model, self.data_collator, self.processing_class, unused, self.label_names
+        )
 
     def _take(self, model: nn.Module) -> None:
 
@@ -305,7 +307,8 @@ class Trainer(TrainerHooks):
         if smoothing > 0 and loss_func is None:
             shifted = ModelCall(model, None, self._shift_labels).shift_labels
             loss_func = LabelSmoothing(smoothing, shifted)
-        self._call = ModelCall(model, loss_func, self._shift_labels)
+        self._call = ModelCall(model, loss_func, self._shift_labels, self.args.label_names)
+        self.label_names = list(self._call.label_names)
         self._loss_of: Callable[[Any], Loss] = self._call
         if self.args.loss_chunk_tokens > 0:
             if loss_func is not None:

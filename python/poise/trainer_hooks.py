@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from poise import callbacks, trainer_data, trainer_optimizer
 from poise._C import Error
+from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
-from poise.model_call import labels_in
 from poise.trainer_saving import STATE_FILE, whole_copies, write_model
 
 
@@ -214,7 +214,7 @@ class TrainerHooks:
 
     def _given_outputs(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
         """The same with outputs and labels, as model_call.ModelCall.predict."""
-        labels = labels_in(batch)
+        labels = labels_in(batch, self.label_names)
         if labels is None and not with_loss:
             return self._call.predict(batch)
         count = self._call.count(batch)

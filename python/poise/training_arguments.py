@@ -114,6 +114,7 @@ class _Arguments:
     dataloader_pin_memory: bool = True
     dataloader_prefetch_factor: int | None = None
     train_sampling_strategy: str = "random"  # or sequential
+    label_names: list[str] | None = None  # None: as forward's arguments say (poise.labels)
     remove_unused_columns: bool = True  # keys of a sample that forward does not take
     use_cpu: bool = False
 

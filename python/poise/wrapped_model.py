@@ -13,9 +13,10 @@ from poise._batch import cast_inputs, count_targets
 from poise._C import Error, StepResult
 from poise.config import settings_of
 from poise.engine import Engine
+from poise.labels import labels_in
 from poise.loss import Count, as_loss
 from poise.marked_loader import MarkedLoader
-from poise.model_call import ModelCall, labels_in
+from poise.model_call import ModelCall
 from poise.torch_optimizer import HandedOver
 
 

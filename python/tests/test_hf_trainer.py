@@ -205,6 +205,74 @@ def test_a_loss_function_gets_the_number_of_its_own_labels(tmp_path):
         assert losses(trainer) == pytest.approx(seen, rel=1e-5)
 
 
+class Renamed(nn.Module):
+    """A causal model whose labels have a name of their own, which shifts them itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = made("llama")
+
+    def forward(self, input_ids, target=None):
+        return self.model(input_ids=input_ids, labels=target)
+
+
+def test_label_names_say_what_is_counted_and_predicted(tmp_path):
+    rows = [{"input_ids": r["input_ids"], "target": r["labels"]} for r in causal_rows(16)]
+    rows[1]["target"][2:] = -100
+    seen = []
+    for size in (2, 8):
+        args = arguments(
+            tmp_path / str(size),
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            label_names=["target"],
+        )
+        trainer = poise.Trainer(
+            Renamed(), args, train_dataset=rows, eval_dataset=rows, shift_labels=True
+        )
+        trainer.train()
+        seen.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    labels = trainer.predict(rows).label_ids
+    assert (labels == torch.stack([r["target"] for r in rows]).numpy()).all()
+
+
+def test_labels_are_found_by_the_rule_of_transformers(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=hf_models.VOCABULARY, hidden_size=16, intermediate_size=32,
+        num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=hf_models.LENGTH,
+    )  # fmt: skip
+    model = transformers.BertForQuestionAnswering(config)
+    positions = [
+        {"start_positions": torch.tensor(i), "end_positions": torch.tensor(i + 2)} for i in range(6)
+    ]
+    rows = [
+        {"input_ids": r["input_ids"], **at} for r, at in zip(causal_rows(6), positions, strict=True)
+    ]
+
+    def starts(prediction):
+        return {
+            "starts": float((prediction.predictions[0].argmax(-1) + prediction.label_ids[0]).sum())
+        }
+
+    theirs = transformers.Trainer(
+        model,
+        without_strategy(tmp_path, transformers.TrainingArguments, report_to="none"),
+        eval_dataset=rows,
+        compute_metrics=starts,
+    )
+    ours = poise.Trainer(model, arguments(tmp_path), eval_dataset=rows, compute_metrics=starts)
+    assert ours.label_names == theirs.label_names
+    a, b = theirs.evaluate(), ours.evaluate()
+    assert b["eval_starts"] == a["eval_starts"]
+    assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-5)
+    for one, other in zip(
+        theirs.predict(rows).label_ids, ours.predict(rows).label_ids, strict=True
+    ):
+        assert (one == other).all()
+
+
 class WithLoss(poise.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
