@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -42,11 +43,9 @@ def made(model_init: Callable[..., nn.Module], seed: int) -> nn.Module:
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Models of transformers keep keys and values for generating unless their config says no: bytes
-    that training has no use for, and a recomputed block would fill them twice."""
-    config = getattr(getattr(model, "_orig_mod", model), "config", None)
-    of_text = getattr(config, "get_text_config", None)
-    configs = [config, of_text() if callable(of_text) else None]
-    keeping = [one for one in configs if getattr(one, "use_cache", False)]
+    that training has no use for, and a recomputed block would fill them twice. Encoder, decoder and
+    text part may have configs of their own; what generate() goes by is none of them."""
+    keeping = [one for one in _configs(model) if getattr(one, "use_cache", False) is True]
     for one in keeping:
         one.use_cache = False
     try:
@@ -54,3 +53,19 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for one in keeping:
             one.use_cache = True
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Of all modules, and those that they hold."""
+    found: dict[int, Any] = {}
+
+    def take(config: Any) -> None:
+        if config is None or id(config) in found or not hasattr(config, "to_dict"):
+            return
+        found[id(config)] = config
+        for value in list(vars(config).values()):
+            take(value)
+
+    for module in model.modules():
+        take(getattr(module, "config", None))
+    return list(found.values())

@@ -129,6 +129,38 @@ def test_a_model_keeps_no_cache_while_it_trains(tmp_path):
     assert model.config.use_cache  # for generating, as before
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("how", ["gradient_checkpointing", "first_m", "memory_budget"])
+def test_recomputed_blocks_keep_no_cache_and_hold_nothing_after_an_update(name, how, tmp_path):
+    held = []
+
+    class Held(poise.callbacks.TrainerCallback):
+        def on_step_end(self, args, state, control, **details):
+            held.append(trainer.engine.memory()["current"]["activations"])
+
+    given = {
+        "gradient_checkpointing": {"gradient_checkpointing": True},
+        "first_m": {"checkpointing": {"policy": "first_m", "n": 1}},
+        "memory_budget": {"memory_budget": "64MiB", "global_batch_size": 8},
+    }[how]
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    given |= {} if how == "memory_budget" else split
+    args = poise.TrainingArguments(
+        str(tmp_path), num_train_epochs=3, disable_tqdm=True, use_cpu=True, **given
+    )
+    model = made(name)
+    assert model.generation_config.use_cache
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    before = [config.use_cache for config in configs]
+    trainer = poise.Trainer(model, args, train_dataset=causal_rows(16), callbacks=[Held()])
+    trainer.train()
+    assert held == [0.0] * 6
+    assert [config.use_cache for config in configs] == before
+    assert model.generation_config.use_cache
+    tokens = torch.ones((1, 2), dtype=torch.long)
+    assert model.generate(input_ids=tokens, max_new_tokens=2).shape[1] >= 2
+
+
 # Arguments.
 
 
