@@ -209,6 +209,10 @@ class WindowIterator:
         """Continues with the next epoch's first window."""
         self._move(self._epoch + 1, 0)
 
+    def end_after(self, epochs: int) -> None:
+        """There are so many in all."""
+        self._epochs = epochs
+
     def close(self) -> None:
         """Stops the reading thread and the workers; the next window starts them again."""
         opened, self._open = self._open, None

@@ -1,5 +1,5 @@
 """One update of a Trainer micro-batch by micro-batch: where a subclass has a training_step of its own,
-or a callback wants to be called before the optimizer's step."""
+or a callback wants to be called before its end."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from poise import nonfinite
+from poise import nonfinite, ranks
 from poise._C import StepResult
 from poise.engine import Engine
 from poise.loss import Loss
+from poise.run_log import RunLog
 
-BEFORE_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
+WITHIN = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
 def is_wanted(listeners: list[Any]) -> bool:
     """Whether one of them has a method of its own for these events."""
-    return any(_has_own(listener, event) for listener in listeners for event in BEFORE_STEP)
+    return any(_has_own(listener, event) for listener in listeners for event in WITHIN)
 
 
 def _has_own(listener: Any, event: str) -> bool:
@@ -32,26 +33,33 @@ def step(
     window: list[Any],
     training_step: Callable[[Any], torch.Tensor],
     loss_fn: Callable[[Any], Loss],
-    event: Callable[[str], None],
-) -> StepResult:
-    """The update.
+    log: RunLog,
+) -> StepResult | None:
+    """The update; None where a callback asked to leave run or epoch between two micro-batches.
 
     Args:
       training_step: forward and backward of a micro-batch.
       loss_fn: finds the cause of a loss that is not finite.
-      event: calls the callbacks.
+      log: calls the callbacks.
     """
+    left = False
     try:
         for number, batch in enumerate(window):
             if number > 0:
-                event("on_substep_end")
+                log.event("on_substep_end")
+                left = left or log.leaving()
+            if left and engine.group.size == 1:
+                break  # several ranks need each other to the end of the window
             training_step(batch)
+        if any(ranks.any_of(engine.group, [left])):
+            engine.discard_window()
+            return None
         engine.begin_update()
-        event("on_pre_optimizer_step")
+        log.event("on_pre_optimizer_step")
     except BaseException:
         engine.discard_window()
         raise
     with nonfinite.explained(engine, window, loss_fn):
         result = engine.step(last=True)
-    event("on_optimizer_step")
+    log.event("on_optimizer_step")
     return result

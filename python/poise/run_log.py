@@ -72,12 +72,28 @@ class RunLog:
         self._loss_sum, self._loss_count = 0.0, 0
         self._peak_bytes = self._skipped = 0
 
-    def running(self) -> bool:
-        """Whether a further update is due; all ranks ask."""
+    def begin_epoch(self) -> None:
+        """Whoever asked to leave an epoch has left it."""
+        self.control.should_epoch_stop = False
+        self.event("on_epoch_begin")
+
+    def stop_due(self) -> bool:
+        """Whether a callback asked to end the run; all ranks ask."""
         self._agree()
-        return (
-            self.state.global_step < self.state.max_steps and not self.control.should_training_stop
-        )
+        return self.control.should_training_stop
+
+    def leaving(self) -> bool:
+        """Whether this rank's callbacks asked to leave the run or the epoch."""
+        return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def drops(self, window: list[Any]) -> bool:
+        """Whether one asked so before the window, which then makes no update; all ranks ask.
+
+        As in transformers, who asks is heard after the micro-batch that comes: a window of a single
+        one makes its update all the same.
+        """
+        self._agree()
+        return self.leaving() and any(ranks.any_of(self._group, [len(window) > 1]))
 
     def evaluation_due(self) -> bool:
         """Whether a callback asked for one; all ranks ask."""
@@ -86,7 +102,7 @@ class RunLog:
         return due
 
     def epoch_stop_due(self) -> bool:
-        """Whether a callback asked to leave this epoch; after running()."""
+        """Whether a callback asked to leave this epoch; after stop_due()."""
         due, self.control.should_epoch_stop = self.control.should_epoch_stop, False
         return due
 

@@ -360,20 +360,27 @@ class Trainer(TrainerHooks):
         if self.args.eval_on_start:
             self._evaluate_and_log(log)
         epoch = None
-        while log.running():
+        while log.state.global_step < log.state.max_steps:
             saving.before_window()
-            window = next(windows)
+            window = next(windows, None)
+            if window is None:
+                break  # an epoch was left early, so that there are fewer updates than planned
             if windows.epoch != epoch:
                 if epoch is not None:
                     self._end_epoch(log, saving)
+                    epoch = None
+                    if log.stop_due():
+                        break
                 epoch = windows.epoch
-                log.event("on_epoch_begin")
-            self._update(window, log, profiling)
-            saving.after_update()
-            if log.running() and log.epoch_stop_due():
+                log.begin_epoch()
+            if self._update(window, log, profiling):
+                saving.after_update()
+            if log.stop_due():
+                break
+            if log.epoch_stop_due():
                 windows.skip_epoch()
-                if self.args.max_steps <= 0 and windows.epoch >= run.epochs:
-                    break
+                if run.updates_per_epoch is not None:
+                    windows.end_after(run.epochs)
         if epoch is not None:
             self._end_epoch(log, saving)
         saving.finish()
@@ -387,21 +394,24 @@ class Trainer(TrainerHooks):
             self._evaluate_and_log(log)
         saving.after_epoch()
 
-    def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> None:
+    def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> bool:
+        """Whether there was one: a callback may leave run or epoch within a window."""
         update = log.state.global_step + 1
-        profiling.before(update)
         log.event("on_step_begin")
+        if log.drops(window):
+            return False
+        profiling.before(update)
         if self._torch is not None:
             self._torch.before_update()
 
-        def run(batches: list[Any]) -> StepResult:
+        def run(batches: list[Any]) -> StepResult | None:
             if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
-                return hand_update.step(
-                    self.engine, batches, self._training_step, self._loss, log.event
-                )
+                return hand_update.step(self.engine, batches, self._training_step, self._loss, log)
             return step(self.engine, batches, self._loss, first=update == 1, note=log.note)
 
         result = run(window) if self._halving is None else self._halving(window, run)
+        if result is None:
+            return False
         if self._torch is not None:
             self._torch.after_update(result)
         profiling.after(update)
@@ -415,6 +425,7 @@ class Trainer(TrainerHooks):
                 log.control.should_evaluate = True
         if log.evaluation_due():
             self._evaluate_and_log(log)
+        return True
 
     def _find_balance(self) -> Balance:
         found = trainer_balance.find(

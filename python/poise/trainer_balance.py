@@ -154,7 +154,9 @@ class Halving:
         self._engine, self._note = engine, note
         self.parts = 1  # of every micro-batch
 
-    def __call__(self, window: list[Any], run: Callable[[list[Any]], StepResult]) -> StepResult:
+    def __call__(
+        self, window: list[Any], run: Callable[[list[Any]], StepResult | None]
+    ) -> StepResult | None:
         while True:
             pieces = [piece for batch in window for piece in split(batch, self.parts)]
             largest = max(map(samples_in, pieces))

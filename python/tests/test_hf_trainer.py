@@ -195,7 +195,7 @@ def without_strategy(folder, kind, **options):
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return kind(output_dir=str(folder), **base, **options)
+    return kind(output_dir=str(folder), **{**base, **options})
 
 
 def test_the_line_of_the_issue_runs_as_printed(tmp_path, monkeypatch):
@@ -514,3 +514,41 @@ def test_the_made_optimizer_is_the_engines_own(tmp_path):
         kind(model, args, train_dataset=causal_rows(24)).train()
         seen.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+STOPS = [
+    ("on_train_begin", 0), ("on_epoch_begin", 3), ("on_step_begin", 2), ("on_substep_end", 2),
+    ("on_pre_optimizer_step", 2), ("on_optimizer_step", 2), ("on_step_end", 2), ("on_log", 2),
+    ("on_evaluate", 2), ("on_epoch_end", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop"])
+@pytest.mark.parametrize(("event", "at"), STOPS)
+def test_a_flag_stops_where_transformers_does(event, at, flag, accumulation, tmp_path):
+    def ask(self, args, state, control, **details):
+        once = flag == "should_epoch_stop"
+        if state.global_step == at or (state.global_step > at and not once):
+            setattr(control, flag, True)
+
+    asks = type("Asks", (transformers.TrainerCallback,), {event: ask})
+    rows, updates = causal_rows(20), []  # 3 updates an epoch, the last one shorter
+    for trainer in (transformers.Trainer, poise.Trainer):
+        args = without_strategy(
+            tmp_path / trainer.__module__,
+            transformers.TrainingArguments,
+            num_train_epochs=2,
+            per_device_train_batch_size=8 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            report_to="none",
+        )
+        made_one = trainer(
+            made("gpt2"), args, train_dataset=rows, eval_dataset=rows[:2], callbacks=[asks()]
+        )
+        made_one.train()
+        updates.append(made_one.state.global_step)
+    assert updates[1] == updates[0]
+
+
