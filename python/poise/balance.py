@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from poise import trace
 from poise._C import Error, Group, format_bytes
 from poise.engine import Engine
 from poise.trace import Link, Trace
+
+logger = logging.getLogger("poise")
 
 FAILED_SHARE = 0.97  # after one that ran out, less than so much of what it was predicted to hold
 
@@ -292,12 +295,29 @@ def _choose(
 
 
 def _measured_peak(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> int | None:
-    """None where it ran out of memory."""
+    """The higher one of two windows; None where it ran out of memory.
+
+    Says so where bytes stay held after a window, which the run to come holds on top of all that was
+    predicted.
+    """
+    runs = []
     try:
-        run = trace.measure(engine, batch, loss_fn)
+        for _ in range(2):
+            runs.append(trace.measure(engine, batch, loss_fn))
     except torch.OutOfMemoryError:
         return None
-    return sum(run.held.values()) + _peak(run.links)
+    before, after = runs[0].held, engine.memory()["current"]
+    kept = {name: int(after[name]) - count for name, count in before.items()}
+    kept = {name: count for name, count in kept.items() if count > 0}
+    if kept:
+        logger.warning(
+            "[plan] %s stayed held after two windows that were dropped (%s): something keeps tensors "
+            "of a forward, for example outputs in a list or a loss with its graph; keep "
+            "x.detach().cpu() or x.item() instead, since no budget covers what grows",
+            format_bytes(sum(kept.values())),
+            ", ".join(f"{name} {format_bytes(count)}" for name, count in kept.items()),
+        )
+    return max(sum(run.held.values()) + _peak(run.links) for run in runs)
 
 
 def _front(by_time: list[Candidate]) -> list[Candidate]:

@@ -163,6 +163,37 @@ def test_blocks_that_run_twice_are_seen_as_one_link():
     assert measured == pytest.approx(found.chosen.peak, rel=0.05)
 
 
+class Keeps(Net):
+    """Keeps what it returned, with the graph behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def forward(self, ids, labels):
+        loss, count = super().forward(ids, labels)
+        self.kept.append(loss)
+        self.kept.append(torch.ones(1000) * loss)  # 4000 bytes, and their graph
+        return loss, count
+
+
+def test_what_stays_held_after_a_window_is_said_and_counted(caplog):
+    measured = {}
+    for kind in (Net, Keeps):
+        caplog.clear()
+        engine = engine_of(kind())
+        found = balance.find(
+            engine, batch_of, call(engine.model), samples=4, budget=1 << 30, recompute=False
+        )
+        measured[kind] = found.measured
+        held = engine.memory()["current"]["activations"]
+        said = [r.getMessage() for r in caplog.records if "stayed held" in r.getMessage()]
+        assert bool(said) == (kind is Keeps) == (held > 0)
+    assert "activations" in said[0]
+    # The second of the two windows came on top of what the first one left.
+    assert measured[Keeps] > measured[Net] + 4000
+
+
 def test_the_peak_of_a_chain_is_the_highest_of_all_its_moments():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
