@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from poise.data import count_targets
 from poise.labels import counted_in, labels_in, names_of, without_labels
 from poise.loss import Count, Loss, as_loss
 
+logger = logging.getLogger("poise")
+
 
 class ModelCall:
     """Calls the model, finds the loss in what it returns, and counts what the loss is a mean over.
@@ -22,7 +25,8 @@ class ModelCall:
       model: called with **batch, *batch or batch, by the type of the batch.
       compute_loss_func: gets (outputs, labels); returns what a loss function may return.
       shift_labels: whether the model compares position t with label t + 1, so that the first label
-        of each row counts for nothing; None: causal language models, by their class name.
+        of each row counts for nothing; None: causal language models by their class name, and what
+        wraps one.
       label_names: of a batch's entries that are labels; None: forward's arguments say it
         (poise.labels).
     """
@@ -39,7 +43,7 @@ class ModelCall:
         self._compute_loss = compute_loss_func
         self._takes_items = _takes(compute_loss_func, "num_items_in_batch")
         self.came_counted = False  # the last loss said what it is a sum or a mean over
-        self.shift_labels = _is_causal(model) if shift_labels is None else shift_labels
+        self.shift_labels = _shifts(model) if shift_labels is None else shift_labels
 
     def __call__(self, batch: Any) -> Loss:
         loss, _ = self.loss_and_outputs(batch)
@@ -168,8 +172,25 @@ def _samples(batch: Any) -> Count:
     return next(sizes, None)
 
 
-def _is_causal(model: nn.Module) -> bool:
+def _shifts(model: nn.Module) -> bool:
     model = getattr(model, "_orig_mod", model)
+    if _is_causal(model):
+        return True
+    # A decoder within a pair gets labels that its encoder-decoder has shifted.
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    inner = next((m for m in model.modules() if m is not model and _is_causal(m)), None)
+    if inner is not None:
+        logger.info(
+            "[trainer] %s holds %s: the first label of each row is taken to count for nothing, as "
+            "there; shift_labels=False says otherwise",
+            type(model).__name__,
+            type(inner).__name__,
+        )
+    return inner is not None
+
+
+def _is_causal(model: nn.Module) -> bool:
     name = type(model).__name__
     if "ForConditionalGeneration" in name:  # text after an image, or by a decoder of its own
         return not getattr(getattr(model, "config", None), "is_encoder_decoder", True)

@@ -161,6 +161,34 @@ def test_recomputed_blocks_keep_no_cache_and_hold_nothing_after_an_update(name, 
     assert model.generate(input_ids=tokens, max_new_tokens=2).shape[1] >= 2
 
 
+class Wrapper(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.inner = made(name)
+
+    def forward(self, input_ids, labels=None):
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_wrapper_counts_as_the_model_in_it(name, tmp_path, caplog):
+    rows = causal_rows(16)
+    rows[1]["labels"][3:] = -100  # few count, so that one label more or less shows
+    seen = []
+    caplog.set_level("INFO", logger="poise")
+    for size in (1, 8):
+        args = arguments(
+            tmp_path / str(size),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+        )
+        trainer = poise.Trainer(Wrapper(name), args, train_dataset=rows)
+        trainer.train()
+        seen.append(losses(trainer))
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    assert ("shift_labels=False says otherwise" in caplog.text) == (name == "llama")
+
+
 # Arguments.
 
 
@@ -260,9 +288,7 @@ def test_label_names_say_what_is_counted_and_predicted(tmp_path):
             gradient_accumulation_steps=8 // size,
             label_names=["target"],
         )
-        trainer = poise.Trainer(
-            Renamed(), args, train_dataset=rows, eval_dataset=rows, shift_labels=True
-        )
+        trainer = poise.Trainer(Renamed(), args, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         seen.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
