@@ -18,12 +18,14 @@ class RunLength:
       updates_per_epoch: None where the length of the data is not known.
       epochs: passes begun.
       batches_per_epoch: micro-batches, None where not known.
+      batches_per_window: micro-batches of a whole update, of all ranks that share an epoch's.
     """
 
     updates: int
     updates_per_epoch: int | None
     epochs: int
     batches_per_epoch: int | None
+    batches_per_window: int
 
     @classmethod
     def of(cls, batches: int | None, args: TrainingArguments, ranks: int = 1) -> RunLength:
@@ -31,13 +33,14 @@ class RunLength:
         if batches is None:
             if args.max_steps < 1:
                 raise Error("[trainer] the training data has no length; set max_steps")
-            return cls(args.max_steps, None, 1, None)
+            return cls(args.max_steps, None, 1, None, args.accumulation * ranks)
         if batches == 0:
             raise Error(
                 "[trainer] the training data makes no batch: it is empty, or shorter than one "
                 "batch with dataloader_drop_last"
             )
-        per_epoch = math.ceil(batches / (args.accumulation * ranks))
+        per_window = args.accumulation * ranks
+        per_epoch = math.ceil(batches / per_window)
         if args.max_steps > 0:
             updates = args.max_steps
         else:
@@ -47,8 +50,12 @@ class RunLength:
                 f"[trainer] num_train_epochs is {args.num_train_epochs}; give more than 0, or "
                 "max_steps"
             )
-        return cls(updates, per_epoch, math.ceil(updates / per_epoch), batches)
+        return cls(updates, per_epoch, math.ceil(updates / per_epoch), batches, per_window)
 
-    def epoch_at(self, update: int) -> float:
-        """Passes done after so many updates."""
-        return update / self.updates_per_epoch if self.updates_per_epoch else 0.0
+    def part_of_epoch(self, updates: int) -> float:
+        """What the first so many updates of an epoch take of its micro-batches, in [0, 1]."""
+        if self.batches_per_epoch is None:
+            return 0.0
+        return (
+            min(updates * self.batches_per_window, self.batches_per_epoch) / self.batches_per_epoch
+        )

@@ -23,7 +23,17 @@ _AGREED = (
     "ended_by_signal",
 )
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
-_KEPT = ("losses", "tokens", "line_tokens", "loss_sum", "loss_count", "peak_bytes", "skipped")
+_KEPT = (
+    "losses",
+    "tokens",
+    "line_tokens",
+    "loss_sum",
+    "loss_count",
+    "peak_bytes",
+    "skipped",
+    "epoch",
+    "epoch_first",
+)
 
 
 class RunLog:
@@ -71,9 +81,12 @@ class RunLog:
         self._tokens = self._line_tokens = 0.0
         self._loss_sum, self._loss_count = 0.0, 0
         self._peak_bytes = self._skipped = 0
+        self._epoch = self._epoch_first = 0  # the present one, and the updates before it
 
-    def begin_epoch(self) -> None:
-        """Whoever asked to leave an epoch has left it."""
+    def begin_epoch(self, number: int) -> None:
+        """Also the one that a resumed run is in. Whoever asked to leave an epoch has left it."""
+        if number != self._epoch:
+            self._epoch, self._epoch_first = number, self.state.global_step
         self.control.should_epoch_stop = False
         self.event("on_epoch_begin")
 
@@ -165,7 +178,7 @@ class RunLog:
         for name in _KEPT:
             setattr(self, f"_{name}", kept[name])
         self.state.global_step = kept["global_step"]
-        self.state.epoch = self._run.epoch_at(kept["global_step"])
+        self.state.epoch = self._passes()
         self.state.log_history = kept["log_history"]
         for name, value in kept.get("best", {}).items():
             setattr(self.state, name, value)
@@ -220,7 +233,7 @@ class RunLog:
 
     def _count(self, result: StepResult) -> None:
         self.state.global_step += 1
-        self.state.epoch = self._run.epoch_at(self.state.global_step)
+        self.state.epoch = self._passes()
         self._tokens += result.tokens
         self.state.num_input_tokens_seen = int(self._tokens)
         self._line_tokens += result.tokens
@@ -230,6 +243,11 @@ class RunLog:
             self._losses.append(result.loss)
             self._loss_sum += result.loss
             self._loss_count += 1
+
+    def _passes(self) -> float:
+        if self._run.updates_per_epoch is None:
+            return 0.0
+        return self._epoch + self._run.part_of_epoch(self.state.global_step - self._epoch_first)
 
     def _tokens_per_second(self) -> float:
         return self._line_tokens / max(time.perf_counter() - self._since, 1e-9)

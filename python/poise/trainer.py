@@ -15,6 +15,7 @@ from poise import (
     banner,
     callbacks,
     columns,
+    engine_view,
     eval_share,
     evaluation,
     hand_update,
@@ -372,7 +373,7 @@ class Trainer(TrainerHooks):
                     if log.stop_due():
                         break
                 epoch = windows.epoch
-                log.begin_epoch()
+                log.begin_epoch(epoch)
             if self._update(window, log, profiling):
                 saving.after_update()
             if log.stop_due():
@@ -486,8 +487,8 @@ class Trainer(TrainerHooks):
             "model": self.model,
             "processing_class": self.processing_class,
             "tokenizer": self.processing_class,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
+            "optimizer": engine_view.optimizer(self.optimizer, self.engine),
+            "lr_scheduler": engine_view.scheduler(self.lr_scheduler, self.optimizer, self.engine),
             "eval_dataloader": self.eval_dataset,
             **more,
         }
