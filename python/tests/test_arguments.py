@@ -57,6 +57,7 @@ DEFAULTS = {
     "dataloader_pin_memory": True,
     "dataloader_prefetch_factor": None,
     "train_sampling_strategy": "random",
+    "label_names": None,
     "use_cpu": False,
     "ddp_backend": None,
     "ddp_timeout": 1800,
