@@ -104,6 +104,7 @@ std::vector<std::string> digests_of_the_unbroken_run(int ranks, std::int64_t upd
   const auto child = ::fork();
   if (child == 0) {
     std::ofstream out(file);
+    at::set_num_threads(1);  // the first call after a fork is not one for two threads at once
     testing::on_ranks(ranks, [&](std::shared_ptr<comm::Group> group) {
       at::set_num_threads(1);
       Model model;
@@ -133,6 +134,7 @@ std::string name_of(const ::testing::TestParamInfo<std::tuple<int, bool>>& info)
 class Kills : public ::testing::TestWithParam<std::tuple<int, bool>> {};
 
 TEST_P(Kills, NeverLoseTheLatestSave) {
+  at::set_num_threads(1);  // forks of a process with a pool of threads wait for it forever
   const auto [ranks, behind] = GetParam();
   const auto kills = testing::rounds("POISE_KILLS", 40) / 4;
   const TempFolder folder;
