@@ -61,6 +61,7 @@ class Balance:
       measured: bytes at the peak of the one run that made sure; None on several ranks.
       front: no candidate is both faster and smaller: fastest first.
       candidates: how many there were.
+      may_split: whether another micro-batch is the same training.
     """
 
     chosen: Candidate
@@ -68,6 +69,7 @@ class Balance:
     measured: int | None
     front: list[Candidate]
     candidates: int
+    may_split: bool = True
 
 
 class NothingFits(Error):

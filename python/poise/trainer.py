@@ -188,7 +188,11 @@ class Trainer(TrainerHooks):
             self.state, self.control, self._run_log = log.state, log.control, log
             stack.callback(setattr, self, "_run_log", None)
             self._found = found
-            self._halving = trainer_balance.Halving(self.engine, log.note) if found else None
+            self._halving = (
+                trainer_balance.Halving(self.engine, log.note)
+                if found and found.may_split
+                else None
+            )
             for line in trainer_balance.lines(found, args.memory_budget) if found else ():
                 log.note(line)
             profiling = stack.enter_context(

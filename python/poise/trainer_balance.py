@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from poise import balance, trace, trainer_data
+from poise import balance, generators, trace, trainer_data
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.loss import Loss
@@ -30,7 +31,6 @@ SEPARABLE_HEADS = (
     "ForConditionalGeneration",
     "ForSequenceClassification",
     "ForTokenClassification",
-    "ForQuestionAnswering",
     "ForImageClassification",
 )
 
@@ -43,8 +43,26 @@ def find(
     call: ModelCall,
     loss_fn: Callable[[Any], Loss],
 ) -> balance.Balance:
-    """What the arguments leave open, for this model and data; all ranks."""
+    """What the arguments leave open, for this model and data; all ranks.
+
+    Reading samples and collating them may draw random numbers: the run draws what it would without.
+    """
     check_data(dataset, args)
+    random = generators.Snapshot()
+    try:
+        return _find(engine, args, dataset, collate, call, loss_fn)
+    finally:
+        random.restore()
+
+
+def _find(
+    engine: Engine,
+    args: TrainingArguments,
+    dataset: Any,
+    collate: Callable | None,
+    call: ModelCall,
+    loss_fn: Callable[[Any], Loss],
+) -> balance.Balance:
     sample = _longest(dataset, args, collate)
     samples = args.global_batch_size // args.world_size
     engine.model.train()
@@ -54,7 +72,7 @@ def find(
 
     sizes = micro_batches(engine, args.separable_loss, call, lambda: loss_fn(batch_of(1)), samples)
     try:
-        return balance.find(
+        found = balance.find(
             engine,
             batch_of,
             loss_fn,
@@ -63,12 +81,13 @@ def find(
             micro_batches=sizes,
             recompute=args.recompute_is_open,
         )
+        return dataclasses.replace(found, may_split=sizes is None)
     except balance.NothingFits as error:
         if args.on_misfit == "refuse" or error.smallest is None:
             raise
         logger.warning("%s; it begins all the same, since on_misfit is warn", error)
         engine.set_checkpointing(error.smallest.checkpointing)
-        return balance.Balance(error.smallest, {}, None, [error.smallest], 1)
+        return balance.Balance(error.smallest, {}, None, [error.smallest], 1, sizes is None)
 
 
 def micro_batches(
@@ -228,6 +247,8 @@ def _may_split(
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     if norms:
         reason = "has BatchNorm layers, which see one micro-batch"
+    elif getattr(getattr(model, "config", None), "output_router_logits", False):
+        reason = "adds a loss that balances its experts over a micro-batch"
     elif any(head in type(model).__name__ for head in SEPARABLE_HEADS) or _says_count(
         engine, call, try_loss
     ):

@@ -1,6 +1,7 @@
 """The balance between micro-batch and recomputation, found within a budget and held to what happens."""
 
 import itertools
+import random
 
 import poise
 import pytest
@@ -335,3 +336,46 @@ def test_batches_are_split_by_their_rows():
 def test_candidates_name_their_section():
     assert Candidate(1, 1, 0, 0, 0.0).checkpointing == {"policy": "none"}
     assert Candidate(1, 1, 3, 0, 0.0).checkpointing == {"policy": "first_m", "n": 3}
+
+
+def test_what_may_not_be_split_is_not_halved_either(tmp_path):
+    class Norm(Net):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(LENGTH)
+
+        def forward(self, ids, labels):
+            logits = self.head(self.norm(self.embedding(ids))).flatten(0, 1)
+            return nn.functional.cross_entropy(logits, labels.flatten()), labels.numel()
+
+    trainer, _ = train(tmp_path / "norm", model=Norm(), memory_budget="64MiB")
+    assert not trainer._found.may_split and trainer._halving is None
+    trainer, _ = train(tmp_path / "net", memory_budget="64MiB")
+    assert trainer._found.may_split and trainer._halving is not None
+
+
+def test_a_collator_that_draws_numbers_draws_what_it_would_without_a_plan(tmp_path):
+    def run(folder, **arguments):
+        drawn = []
+
+        def collate(rows):
+            drawn.append((torch.rand(()).item(), random.random()))
+            return torch.utils.data.default_collate(rows)
+
+        torch.manual_seed(1)
+        args = poise.TrainingArguments(
+            str(folder),
+            global_batch_size=16,
+            max_steps=2,
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        )
+        trainer = poise.Trainer(Net(), args, data_collator=collate, train_dataset=samples())
+        trainer.train()
+        return drawn, trainer.args.per_device_train_batch_size
+
+    planned, micro_batch = run(tmp_path / "planned", memory_budget="64MiB")
+    given, _ = run(tmp_path / "given", per_device_train_batch_size=micro_batch)
+    first = len(planned) - len(given)
+    assert first > 0 and planned[first:] == given

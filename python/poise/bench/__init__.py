@@ -44,7 +44,7 @@ _MEANINGS = {
     "stages_vs_torch": "two ranks: stages 1 to 3 against DDP, its sharded optimizer, and FSDP2",
     "tiny_stage2": "two ranks: stage 2 of very many very small parameters against DDP",
     "plan": "predicted bytes and seconds of 60 balances of four models against running them",
-    "plan_search": "seconds that `poise plan` takes for 32 layers, and for 100 on 1,024 GPUs",
+    "plan_search": "seconds that `poise plan` takes for 32 layers, and for 126 on 1,024 GPUs",
     "cost_of_stages": "two ranks: bytes held and sent by each stage against the formulas",
 }
 

@@ -231,7 +231,7 @@ def plan_search() -> Iterator[dict]:
     }
     for figure, (aim, arguments) in searches.items():
         command = [sys.executable, "-m", "poise", "plan", *arguments, "--json"]
-        command += ["--seq", "8192", "--global-batch", "1024"]
+        command += ["--seq", "8192", "--global-batch", "8192"]
         seconds = min(_seconds_of(command) for _ in range(REPEATS))
         version = [sys.executable, "-m", "poise", "--version"]
         start = min(_seconds_of(version) for _ in range(REPEATS))
