@@ -10,6 +10,7 @@ group = poise.comm.from_environment()
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from typing import Any, NamedTuple
 
@@ -70,10 +71,13 @@ def fake(rank: int, size: int, device: torch.device | str = "cpu") -> Group:
     return _C.fake_group(rank, size, torch.device(device))
 
 
-# Process groups that engines use: two groups over the same one would mix their collectives.
-_of_process_groups: weakref.WeakValueDictionary[tuple[str, str], Group] = (
-    weakref.WeakValueDictionary()
+# The group over each process group that engines use, by kind of device. Two over the same one would
+# mix their collectives, and one that ended with its last user would end on each rank when that
+# rank's garbage collector ran: they last as long as their process group.
+_of_process_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Group]] = (
+    weakref.WeakKeyDictionary()
 )
+atexit.register(_of_process_groups.clear)  # they wait for each other: while all still runs
 
 
 def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_HOUR) -> Group:
@@ -87,12 +91,11 @@ def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_
         given = dist.group.WORLD
     if given.size() == 1:
         return one_rank(device)
-    key = (given.group_name, torch.device(device).type)
-    group = _of_process_groups.get(key)
-    if group is None:
-        group = from_process_group(given, device, timeout)
-        _of_process_groups[key] = group
-    return group
+    of_devices = _of_process_groups.setdefault(given, {})
+    kind = torch.device(device).type
+    if kind not in of_devices:
+        of_devices[kind] = from_process_group(given, device, timeout)
+    return of_devices[kind]
 
 
 class Ranks(NamedTuple):
