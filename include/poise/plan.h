@@ -232,4 +232,18 @@ POISE_API Answer search(const Job& job);
 // The keys of a run.json that make a run follow the choice.
 POISE_API std::string settings(const Choice& choice);
 
+// ---- Runs that others published (docs/planner_scores.md)
+
+struct POISE_API RunPrediction {
+  std::string id;
+  bool predicted = false;        // its table gives enough to
+  double peak_gib = 0;           // of each device, as the run's meter reads it
+  double tokens_per_second = 0;  // of each device
+  double meter_offset_gib = 0;   // in peak_gib: what the meter counts beside the allocator
+  double device_constant = 0;    // in tokens_per_second
+};
+// The rows of a comma-separated table whose first line names the columns
+// (tests/plan/cases/README.md). Throws Error where it cannot be read.
+POISE_API std::vector<RunPrediction> predict_runs(const std::string& table);
+
 }  // namespace poise::plan

@@ -31,6 +31,7 @@ __all__: list[str] = [
     "OptimizerFlats",
     "Permutation",
     "Place",
+    "RunPrediction",
     "Sampler",
     "Snapshot",
     "StepResult",
@@ -52,6 +53,7 @@ __all__: list[str] = [
     "optimizer_stage",
     "parse_bytes",
     "place_from_environment",
+    "predict_runs",
     "recompute",
     "recomputed_units",
     "recomputing",
@@ -380,6 +382,38 @@ class LoadedState:
     @property
     def user(self) -> dict[str, str]: ...
 
+class RunPrediction:
+    """
+    What a published run of another framework holds and how fast it is, predicted.
+    """
+    @property
+    def device_constant(self) -> float:
+        """
+        In tokens_per_second.
+        """
+    @property
+    def id(self) -> str: ...
+    @property
+    def meter_offset_gib(self) -> float:
+        """
+        In peak_gib: what the meter counts beside the allocator.
+        """
+    @property
+    def peak_gib(self) -> float:
+        """
+        Of each device, as the run's meter reads it.
+        """
+    @property
+    def predicted(self) -> bool:
+        """
+        Whether its row gives enough to predict from.
+        """
+    @property
+    def tokens_per_second(self) -> float:
+        """
+        Of each device.
+        """
+
 class StepResult:
     """
     What one update did.
@@ -628,6 +662,11 @@ def parse_bytes(text: str) -> int:
 def place_from_environment() -> Place | None:
     """
     What torchrun, Slurm or mpirun said; None: started by hand.
+    """
+
+def predict_runs(table: str) -> list[RunPrediction]:
+    """
+    Predictions for the rows of a comma-separated table (docs/planner_scores.md).
     """
 
 def recompute(

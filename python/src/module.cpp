@@ -16,6 +16,7 @@ void bind_checkpointing(py::module_& module);
 void bind_config(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_state(py::module_& module);
+void bind_plan(py::module_& module);
 }  // namespace poise::python
 
 PYBIND11_MODULE(_C, module) {
@@ -32,5 +33,6 @@ PYBIND11_MODULE(_C, module) {
   bind_checkpointing(module);
   bind_config(module);
   bind_state(module);
+  bind_plan(module);
   bind_engine(module);
 }

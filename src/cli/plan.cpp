@@ -122,7 +122,26 @@ int plan_file(const PlanArguments& a, std::ostream& out) {
 
 }  // namespace
 
+namespace {
+
+int predict(const std::vector<std::string>& tables, std::ostream& out) {
+  out << "case_id,predicted_peak_gib,predicted_tokens_per_s_per_gpu\n";
+  for (const auto& table : tables) {
+    for (const auto& p : plan::predict_runs(table)) {
+      out << p.id << ',';
+      if (p.predicted) out << p.peak_gib;
+      out << ',';
+      if (p.predicted) out << p.tokens_per_second;
+      out << '\n';
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
 int plan(const PlanArguments& a, std::ostream& out) {
+  if (!a.runs.empty()) return predict(a.runs, out);
   if (!a.file.empty()) return plan_file(a, out);
   const auto job = described_job(a);
   const auto answer = plan::search(job);

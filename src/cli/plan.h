@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <iosfwd>
 #include <string>
+#include <vector>
 
 namespace poise::cli {
 
@@ -16,6 +17,7 @@ struct PlanArguments {
   std::int64_t micro_batch = 0;  // 0: searched
   std::string memory;            // "20GiB"; empty: what the device has
   std::string precision;         // bf16, bf16-autocast, fp32
+  std::vector<std::string> runs;  // tables of published runs, to predict instead
   bool json = false;
 };
 

@@ -52,6 +52,10 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
       ->check(CLI::IsMember({"bf16", "bf16-autocast", "fp32"}))
       ->excludes(file);
   plan->add_flag("--json", arguments.json, "everything as JSON");
+  auto* runs = plan->add_option("--runs", arguments.runs,
+                                "tables of runs of other frameworks: prints what each is predicted "
+                                "to hold and reach, comma-separated");
+  for (auto* option : {file, model}) runs->excludes(option);
   model->excludes(file);
   plan->footer(
       "Examples:\n"
@@ -106,8 +110,9 @@ int dispatch(const CLI::App& app, const Arguments& arguments) {
     return train(config, arguments.json ? Output::json : Output::text);
   }
   if (app.got_subcommand("plan")) {
-    if (arguments.plan.file.empty() && arguments.plan.model.empty()) {
-      std::cerr << "poise: error: plan needs a file or --model; run with --help for more "
+    const auto& asked = arguments.plan;
+    if (asked.file.empty() && asked.model.empty() && asked.runs.empty()) {
+      std::cerr << "poise: error: plan needs a file, --model or --runs; run with --help for more "
                    "information\n";
       return kUsage;
     }
