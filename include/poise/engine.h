@@ -150,6 +150,9 @@ class POISE_API Engine {
   void set_moments(const std::string& name, const std::vector<at::Tensor>& values);
   // How many updates have been applied, for bias correction and schedule.
   void set_updates(std::int64_t updates);
+  // The schedule of the updates to come, which counts those applied after the first `from`: a
+  // second run of one engine begins its schedule anew, and its moments go on.
+  void set_schedule(const config::SchedulePolicy& policy, std::int64_t from);
 
   // Clips this window's gradient to a global L2 norm, instead of config's max_grad_norm; between
   // the last backward() and step(). Returns the norm before. All ranks.

@@ -222,6 +222,11 @@ class Engine:
         """How many updates have been applied: what bias correction and the schedule count from."""
         self._engine.set_updates(updates)
 
+    def set_schedule(self, config: ConfigLike, from_update: int) -> None:
+        """The schedule of the updates to come, that of `config`; it counts the updates that are
+        applied after so many. Moments go on."""
+        self._engine.set_schedule(read_config(config), from_update)
+
     def master(self, parameter: Parameter) -> torch.Tensor:
         """The fp32 values of a parameter."""
         return self._engine.master(self._name_of(parameter))
@@ -409,6 +414,10 @@ class Engine:
                     "now; set requires_grad back, or make the engine anew (poise.wrap and "
                     "poise.initialize make one too)"
                 )
+
+    def trains_as_made(self) -> bool:
+        """Whether requires_grad of every parameter is what it was when the engine was made."""
+        return all(parameter.requires_grad == trained for _, parameter, trained in self._trained)
 
     def _call_model(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):

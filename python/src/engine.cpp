@@ -266,6 +266,12 @@ void bind_engine(py::module_& module) {
       .def("moments", &Engine::moments, py::arg("name"), NoGil())
       .def("set_moments", &Engine::set_moments, py::arg("name"), py::arg("values"), NoGil())
       .def("set_updates", &Engine::set_updates, py::arg("updates"), NoGil())
+      .def(
+          "set_schedule",
+          [](Engine& engine, const Config& config, std::int64_t from) {
+            engine.set_schedule(config.schedule, from);
+          },
+          py::arg("config"), py::arg("from_update"), NoGil())
       .def("gradient", &Engine::gradient, py::arg("name"), NoGil())
       .def("refresh", &Engine::refresh, py::arg("name"), NoGil())
       .def("master", &Engine::master, py::arg("name"), NoGil())

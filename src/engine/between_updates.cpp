@@ -141,6 +141,13 @@ void Engine::set_updates(std::int64_t updates) {
   impl_->updates = updates;
 }
 
+void Engine::set_schedule(const config::SchedulePolicy& policy, std::int64_t from) {
+  check_closed(impl_->state, impl_->micro_batches, "set_schedule()");
+  if (from < 0) fail("engine", "set_schedule() got ", from, " updates before; give 0 or more");
+  impl_->schedule = policy;
+  impl_->schedule_from = from;
+}
+
 std::pair<std::size_t, int> Engine::Impl::state_of(const std::string& name) const {
   const int entry = table.find(name);
   const auto& place = table.entries()[static_cast<std::size_t>(entry)];

@@ -266,9 +266,10 @@ std::int64_t Engine::micro_batches() const { return impl_->micro_batches; }
 // Stop 11's other half: the schedule counts applied updates.
 double Engine::Impl::learning_rate() const {
   if (!given_groups.empty()) return given_groups.front().lr;
-  auto schedule = config.schedule;
-  if (schedule.total_updates == 0) schedule.total_updates = config.train.max_updates;
-  return config.optimizer.lr * optim::schedule_multiplier(schedule, updates);
+  auto policy = schedule;
+  if (policy.total_updates == 0) policy.total_updates = config.train.max_updates;
+  const auto counted = std::max<std::int64_t>(0, updates - schedule_from);
+  return config.optimizer.lr * optim::schedule_multiplier(policy, counted);
 }
 
 std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {

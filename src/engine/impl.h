@@ -181,6 +181,8 @@ struct Engine::Impl {
   std::int64_t micro_batches = 0;
   std::int64_t updates = 0;
   std::int64_t skipped = 0;
+  config::SchedulePolicy schedule = config.schedule;
+  std::int64_t schedule_from = 0;
   engine::Sums sums;
   std::optional<double> clip_at;  // of the open window, instead of the config's
   std::string half_an_update;     // why an update ended in its middle; empty: none did
