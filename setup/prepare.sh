@@ -15,8 +15,9 @@ stop() { echo "[setup] $*" >&2; exit 1; }
 
 # Debian packages that are not there. The Python ones count only where the interpreter lacks the thing.
 missing_packages() {
-  local package
-  while read -r package; do
+  local package only
+  while read -r package only; do  # a second word: of that system alone
+    [ -z "$only" ] || grep -q "^ID=$only$" /etc/os-release || continue
     dpkg -s "$package" >/dev/null 2>&1 || echo "$package"
   done < setup/packages.txt
   command -v "$base_python" >/dev/null || { echo python3 python3-venv python3-dev; return; }
@@ -53,7 +54,7 @@ packages=
 if command -v dpkg >/dev/null; then
   packages=$(missing_packages | tr '\n' ' ')
 else
-  echo "[setup] no dpkg here: make sure these are installed: $(tr '\n' ' ' < setup/packages.txt)"
+  echo "[setup] no dpkg here: make sure these are installed: $(cut -d' ' -f1 setup/packages.txt | tr '\n' ' ')"
 fi
 python=$(fitting_python)
 torch=
@@ -75,7 +76,7 @@ packages=${packages% } requirements=${requirements% }
 # 2. What it costs.
 if [ -n "$packages$torch$requirements" ]; then
   echo "poise needs a few things on this machine:"
-  [ -z "$packages" ] || echo "  Debian packages: $packages (up to 150 MB to download, about 1 minute)"
+  [ -z "$packages" ] || echo "  Debian packages: $packages (up to 280 MB to download, about 1 minute)"
   if [ -n "$torch" ]; then
     if [ -n "${TORCH_INDEX:-}" ]; then
       echo "  $torch from TORCH_INDEX into .venv (0.2 GB to download for a CPU wheel, 2.5 GB for a CUDA one)"

@@ -47,6 +47,7 @@ __all__: list[str] = [
     "format_bytes",
     "from_environment",
     "from_process_group",
+    "known_devices",
     "list_saves",
     "log_write",
     "one_rank",
@@ -538,6 +539,7 @@ class Engine:
         momentum: typing.SupportsFloat,
     ) -> None: ...
     def set_moments(self, name: str, values: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def set_schedule(self, config: Config, from_update: typing.SupportsInt) -> None: ...
     def set_updates(self, updates: typing.SupportsInt) -> None: ...
     def step(self, last: bool = False) -> StepResult: ...
     def step_window(
@@ -621,6 +623,11 @@ def from_process_group(
 ) -> Group:
     """
     Around a process group of torch.distributed.
+    """
+
+def known_devices() -> list:
+    """
+    Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that `poise plan` knows.
     """
 
 def list_saves(directory: str) -> list[str]:

@@ -54,7 +54,6 @@ def _refused(name: str, text: str, default: Any = None, *harmless: Any) -> Field
     return Field(name, "refused", text, default, harmless)
 
 
-_NOT_STARTED = "not started: give the service's own callback in callbacks="
 _NO_HUB = "poise sends nothing over a network; push the folder that was saved"
 TABLE: tuple[Field, ...] = (
     *_mapped(
@@ -188,12 +187,14 @@ TABLE: tuple[Field, ...] = (
         ("log_level", "passive"),
         ("log_level_replica", "warning"),
     ),
-    *_noted(_NOT_STARTED, ("report_to", "none"), loud=True),
+    *_mapped(
+        "tensorboard or wandb, where installed; for another service give its own callback in callbacks=",
+        "report_to",
+    ),
+    *_mapped("of TensorBoard's files; None: output_dir/runs", "logging_dir"),
+    *_mapped("in wandb", "run_name", "project"),
     *_noted(
         "of a logging service",
-        "run_name",
-        "logging_dir",
-        ("project", "huggingface"),
         ("trackio_space_id", "trackio"),
         "trackio_bucket_id",
         "trackio_static_space_id",

@@ -59,7 +59,7 @@ def step(
     except BaseException:
         engine.discard_window()
         raise
-    with nonfinite.explained(engine, window, loss_fn):
+    with nonfinite.explained(engine, window, loss_fn, log.last_save):
         result = engine.step(last=True)
     log.event("on_optimizer_step")
     return result

@@ -19,15 +19,18 @@ NOT_FOUND = "Parameters and inputs are finite, and so was a second forward of th
 
 
 @contextlib.contextmanager
-def explained(engine: Engine, window: list[Any], loss_fn: LossFn) -> Iterator[None]:
-    """Adds the cause to the Error of an update that was stopped over a non-finite loss or gradient."""
+def explained(engine: Engine, window: list[Any], loss_fn: LossFn, last_save: str) -> Iterator[None]:
+    """Adds the cause to the Error of an update that was stopped over a non-finite loss or gradient,
+    and where to go on from: `last_save`, or nowhere if that is empty."""
     skipped = engine.skipped_updates
     try:
         yield
     except Error as error:
         if engine.skipped_updates == skipped:
             raise
-        raise Error(f"{error}. {cause(engine, window, loss_fn)}") from None
+        why = cause(engine, window, loss_fn)
+        where = f"The last save is {last_save}" if last_save else "Nothing was saved in this run"
+        raise Error(f"{error}. {why}. {where}") from None
 
 
 def cause(engine: Engine, window: list[Any], loss_fn: LossFn) -> str:

@@ -18,11 +18,18 @@ CURVES = (  # key of a line, title
     ("eval_loss", "loss of evaluations"),
     ("validation_loss", "loss of validations"),
     ("grad_norm", "norm of the gradient, before clipping"),
+    ("clipped_norm", "norm of the gradient, after clipping"),
     ("learning_rate", "learning rate"),
     ("lr", "learning rate"),
     ("tokens_per_second", "tokens per second"),
+    ("mfu", "model FLOPs utilization"),
     ("peak_bytes", "peak bytes"),
     ("loss_scale", "loss scale"),
+)
+_FIGURES = (  # of a run's last line: key, name, form
+    ("train_runtime", "time", "{:,.1f} s"),
+    ("train_samples_per_second", "samples per second", "{:,.4g}"),
+    ("train_tokens_per_second", "tokens per second", "{:,.4g}"),
 )
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem; padding: 0 1rem;
@@ -81,7 +88,7 @@ def page(lines: list[dict[str, Any]], title: str) -> str:
         if points and name not in drawn:
             drawn.add(name)
             parts.append(f"<h2>{name}</h2>{curve(points, marks, key)}")
-    parts.append(_memory(lines))
+    parts += [_memory(lines), _plan(lines)]
     parts.append("<h2>Events</h2>" + (_event_list(events) or "<p>none</p>"))
     body = "\n".join(parts)
     return (
@@ -116,9 +123,9 @@ def curve(points: Points, marks: Sequence[float] = (), key: str = "") -> str:
         parts.append(
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_shown(value, key)}</text>'
         )
-    for x in (first, last):
+    for x, anchor in ((first, "start"), (last, "end")):
         at = place(x, low)[0]
-        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{x:g}</text>')
     for mark in marks:
         if first <= mark <= last:
             x = place(mark, low)[0]
@@ -141,6 +148,12 @@ def _summary(lines: list[dict[str, Any]]) -> str:
     peak = points_of(lines, "peak_bytes")
     if peak:
         rows.append(("peak", format_bytes(int(max(y for _, y in peak)))))
+    share = points_of(lines, "memory_percent")
+    if share:
+        rows.append(("of the memory there is", f"{max(y for _, y in share):.3g} %"))
+    for key, name, text in _FIGURES:
+        if figures := points_of(lines, key):
+            rows.append((name, text.format(figures[-1][1])))
     skipped = points_of(lines, "skipped")
     rows.append(("skipped updates", f"{max((y for _, y in skipped), default=0):g}"))
     return _table(rows)
@@ -157,6 +170,24 @@ def _memory(lines: list[dict[str, Any]]) -> str:
     return f"<h2>Memory at the peak, by account</h2>{_table(rows)}"
 
 
+def _plan(lines: list[dict[str, Any]]) -> str:
+    """What was predicted before the first update beside what it took."""
+    plan = next((line["plan"] for line in lines if isinstance(line.get("plan"), dict)), None)
+    if plan is None:
+        return ""
+    predicted, measured = (
+        {"all": sum(plan[k].values()), **plan[k]} for k in ("predicted", "measured")
+    )
+    rows = []
+    for name in {**predicted, **measured}:
+        a, b = predicted.get(name, 0), measured.get(name, 0)
+        if a or b:
+            off = f"{b / a - 1:+.1%}" if a else ""
+            rows.append((name, format_bytes(int(a)), format_bytes(int(b)), off))
+    head = ("account", "planned", "measured", "")
+    return f"<h2>Plan against measured, at the peak of update 1</h2>{_table(rows, head)}"
+
+
 def _events(lines: list[dict[str, Any]]) -> list[tuple[float, str]]:
     """What happened besides updates that were applied."""
     found = []
@@ -169,19 +200,25 @@ def _events(lines: list[dict[str, Any]]) -> list[tuple[float, str]]:
             found.append((float(step), f"{status}{f' in {name}' if name else ''}: not applied"))
         elif "loss" in line and not _is_finite(line["loss"]):
             found.append((float(step), f"loss {line['loss']}"))
+        for text in line.get("spikes", ()):
+            at, _, what = str(text).removeprefix("update ").partition(": ")
+            found.append((float(at) if at.isdigit() else float(step), what or text))
     return found
 
 
 def _event_list(events: list[tuple[float, str]]) -> str:
-    return _table([(f"update {step:g}", text) for step, text in events]) if events else ""
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    cells = (
-        f'<tr><th>{html.escape(name)}</th><td class="n">{html.escape(value)}</td></tr>'
-        for name, value in rows
+    rows = (
+        f"<tr><th>update {step:g}</th><td>{html.escape(text)}</td></tr>" for step, text in events
     )
-    return f"<table>{''.join(cells)}</table>"
+    return f"<table>{''.join(rows)}</table>" if events else ""
+
+
+def _table(rows: list[tuple[str, ...]], head: Sequence[str] = ()) -> str:
+    cells = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
+    for name, *values in rows:
+        numbers = "".join(f'<td class="n">{html.escape(value)}</td>' for value in values)
+        cells.append(f"<th>{html.escape(name)}</th>{numbers}")
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells if row)}</table>"
 
 
 def _shown(value: float, key: str) -> str:

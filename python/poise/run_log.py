@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +14,11 @@ from poise.metrics_log import MetricsLog, NoMetrics
 from poise.progress import Progress
 from poise.run_length import RunLength
 from poise.schedule_arguments import updates_of
+from poise.spikes import Spikes
 from poise.training_arguments import TrainingArguments
+from poise.utilization import Utilization
+
+logger = logging.getLogger("poise")
 
 _AGREED = (
     "should_training_stop",
@@ -44,6 +49,9 @@ class RunLog:
     Args:
       details: what every event of a callback gets besides its own.
       log: is given each line and passes it to record(); None: record() itself.
+      utilization: counts FLOPs.
+      capacity: bytes that the peak is compared with.
+      earlier: updates that the engine has applied and skipped before this run.
     """
 
     def __init__(
@@ -56,6 +64,10 @@ class RunLog:
         group: Group,
         details: dict[str, Any] | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        utilization: Utilization,
+        capacity: int,
+        earlier: tuple[int, int] = (0, 0),
     ) -> None:
         every = max(1, updates_of(args.logging_steps, run.updates))
         self.state = callbacks.TrainerState(
@@ -82,6 +94,10 @@ class RunLog:
         self._loss_sum, self._loss_count = 0.0, 0
         self._peak_bytes = self._skipped = 0
         self._epoch = self._epoch_first = 0  # the present one, and the updates before it
+        self.utilization, self._capacity = utilization, capacity
+        self.earlier = earlier
+        self._spikes, self._told = Spikes(), []  # of the updates since the last line
+        self.last_save = ""  # of this run, or that it was resumed from
 
     def begin_epoch(self, number: int) -> None:
         """Also the one that a resumed run is in. Whoever asked to leave an epoch has left it."""
@@ -132,8 +148,9 @@ class RunLog:
     def update(self, result: StepResult) -> None:
         """Counts an update and writes its line where one is due; a skipped one always gets one."""
         self._count(result)
-        self._bar.update(result, self._tokens_per_second())
+        self._bar.update(result, self._line_tokens / self._seconds())
         self.event("on_step_end", result=result)
+        self._look(result)
         step, strategy = self.state.global_step, self._args.logging_strategy
         due = strategy == "steps" and (step % self._every == 0 or step == self.state.max_steps)
         due = due or (step == 1 and self._args.logging_first_step)
@@ -163,6 +180,18 @@ class RunLog:
         self._metrics.write(line)
         self.event("on_log", logs=line)
 
+    def plan(self, predicted: dict[str, int], measured: dict[str, int]) -> None:
+        """Bytes by account at the peak, as planned and as they were, into the metrics file."""
+        plan = {"predicted": predicted, "measured": measured}
+        self._metrics.write({"step": self.state.global_step, "plan": plan})
+
+    def end(self) -> dict[str, float]:
+        """The run's last line, as transformers logs it before on_train_end; the metrics of train()."""
+        metrics = self.summary()
+        self.state.total_flos = metrics["total_flos"]
+        self.write(metrics)
+        return metrics
+
     def kept(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run writes the lines of the unbroken one."""
         sums = {name: getattr(self, f"_{name}") for name in _KEPT}
@@ -171,6 +200,8 @@ class RunLog:
             "log_history": self.state.log_history,
             "lines": self._metrics.lines,
             "best": {name: getattr(self.state, name) for name in _BEST},
+            "spikes": self._spikes.kept(),
+            "earlier": list(self.earlier),
         }
 
     def go_on(self, kept: dict[str, Any]) -> None:
@@ -182,6 +213,8 @@ class RunLog:
         self.state.log_history = kept["log_history"]
         for name, value in kept.get("best", {}).items():
             setattr(self.state, name, value)
+        self._spikes.go_on(kept.get("spikes", {}))
+        self.earlier = tuple(kept.get("earlier", (0, 0)))
         self._metrics.go_on_after(kept["lines"])
 
     def state_file(self) -> dict[str, Any]:
@@ -212,6 +245,7 @@ class RunLog:
             "train_tokens_per_second": self._tokens / seconds,
             "train_tokens": self._tokens,
             "train_loss": self.mean_loss(),
+            "total_flos": self.utilization.flops,
             "skipped_updates": self._skipped,
             "peak_bytes": self._peak_bytes,
             "epoch": self.state.epoch,
@@ -237,35 +271,52 @@ class RunLog:
         self._tokens += result.tokens
         self.state.num_input_tokens_seen = int(self._tokens)
         self._line_tokens += result.tokens
-        self._skipped = result.skipped
+        self._skipped = result.skipped - self.earlier[1]
         self._peak_bytes = max(self._peak_bytes, result.peak_bytes)
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
             self._loss_sum += result.loss
             self._loss_count += 1
 
+    def _look(self, result: StepResult) -> None:
+        """Warns of a loss or norm out of the common, once for each."""
+        values = {"loss": result.loss, "grad_norm": result.grad_norm}
+        for text in self._spikes.look(self.state.global_step, values):
+            self._told.append(text)
+            if self._group.rank == 0:
+                logger.warning("[trainer] %s", text)
+
     def _passes(self) -> float:
         if self._run.updates_per_epoch is None:
             return 0.0
         return self._epoch + self._run.part_of_epoch(self.state.global_step - self._epoch_first)
 
-    def _tokens_per_second(self) -> float:
-        return self._line_tokens / max(time.perf_counter() - self._since, 1e-9)
+    def _seconds(self) -> float:
+        """Since the last line."""
+        return max(time.perf_counter() - self._since, 1e-9)
 
     def _line(self, result: StepResult) -> dict[str, Any]:
+        seconds = self._seconds()
+        mfu = self.utilization.take(seconds)
         line = {
             "loss": sum(self._losses) / len(self._losses) if self._losses else result.loss,
             "grad_norm": result.grad_norm,
+            "clipped_norm": result.clipped_norm,
             "learning_rate": result.lr,
-            "tokens_per_second": self._tokens_per_second(),
+            "tokens_per_second": self._line_tokens / seconds,
             "tokens": self._tokens,
             "peak_bytes": self._peak_bytes,
+            "memory_percent": round(100 * self._peak_bytes / self._capacity, 2),
             "accounts": result.accounts,
             "host_bytes": result.host_bytes,
             "file_bytes": result.file_bytes,
             "status": str(result.status),
-            "skipped": result.skipped,
+            "skipped": self._skipped,
         }
+        if mfu is not None:
+            line["mfu"] = mfu
+        if self._told:
+            line["spikes"], self._told = self._told, []
         if self._args.fp16:
             line["loss_scale"] = result.loss_scale
         if not result.applied and result.first_bad_parameter:

@@ -25,15 +25,16 @@ from poise import (
     prediction,
     ranks,
     torch_optimizer,
+    trackers,
     trainer_balance,
     trainer_data,
+    utilization,
 )
 from poise._C import Error, StepResult
 from poise.accelerator_view import AcceleratorView
 from poise.balance import Balance
 from poise.best_model import BestModel
 from poise.callbacks import TrainerControl, TrainerState
-from poise.callbacks import made as made_callback
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
@@ -89,7 +90,7 @@ class Trainer(TrainerHooks):
       preprocess_logits_for_metrics: (predictions, labels) of a batch -> what is kept of it for
         compute_metrics and predict(), for example the class instead of all logits.
       callbacks: objects with methods of poise.callbacks.TrainerCallback, transformers' too, or
-        classes of them.
+        classes of them; a thing with log(dict, step=), as wandb's run, gets every line.
       processing_class: a tokenizer or processor, which pads batches; tokenizer is its old name.
       optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, whose work the engine does, and
         what steps with its updates. (None, None): as args say.
@@ -126,12 +127,14 @@ class Trainer(TrainerHooks):
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.callbacks = [made_callback(one) for one in callbacks or []]
+        self.callbacks = trackers.of_arguments(self.args)
+        self.callbacks += [trackers.listener(one) for one in callbacks or []]
         self.state, self.control = TrainerState(), TrainerControl()
         self._run_log: RunLog | None = None  # of the run that is going on
         self._torch: TorchOptimizer | None = None
         self._best: BestModel | None = None  # of the last train()
         self.engine: Engine | None = None  # of the last train()
+        self._ended = False  # it came to its end
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
@@ -143,6 +146,9 @@ class Trainer(TrainerHooks):
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Trains from the model's present values (model_init's, if given) to the end of the run.
+
+        A second call goes on with the optimizer's moments and the loss scale and begins counters and
+        schedule anew, as in transformers; after an error, or with another model, everything is new.
 
         resume_from_checkpoint (of the arguments, too): the path of a checkpoint, or True for the latest
         one in output_dir; the run goes on from it. SIGTERM and SIGUSR1 end it after a checkpoint, at the
@@ -161,9 +167,11 @@ class Trainer(TrainerHooks):
         run = RunLength.of(
             trainer_data.batches_per_epoch(data, args), args, trainer_data.splits_over(data, args)
         )
-        if self.engine is not None:  # the memory of an earlier run goes first
+        goes_on = self._goes_on(run.updates)
+        if self.engine is not None and not goes_on:  # the memory of an earlier run goes first
             self.engine.give_back()
             self.engine = None
+        self._ended = False
         if self._model_init is not None:
             self._take(model_choice.made(self._model_init, args.seed))
         seed_everything(args.seed + self._group.rank)  # dropout differs from rank to rank
@@ -184,7 +192,17 @@ class Trainer(TrainerHooks):
             bar = stack.enter_context(Progress(run.updates, args.disable_tqdm if first else True))
             banner.warn_batch_norm(self.model, args.accumulation, self._group.size)
             details = self._details(train_dataloader=data)
-            log = RunLog(args, run, metrics, bar, self.callbacks, self._group, details, self.log)
+            log = RunLog(
+                args,
+                run,
+                metrics,
+                bar,
+                self.callbacks,
+                self._group,
+                details,
+                self.log,
+                **self._use(),
+            )
             self.state, self.control, self._run_log = log.state, log.control, log
             stack.callback(setattr, self, "_run_log", None)
             self._found = found
@@ -202,10 +220,11 @@ class Trainer(TrainerHooks):
             saving = TrainerSaves(args, self.engine, windows, log, self._group, signals)
             saving.resume(resume_from_checkpoint or args.resume_from_checkpoint)
             if self._torch is not None:
-                self._torch.resume(self.engine.updates)
+                self._torch.resume(self.engine.updates - log.earlier[0])
             self._best = BestModel(args, self.engine, log, first)
-            self._loop(windows, run, log, profiling, saving)
-        return TrainOutput(log.state.global_step, log.mean_loss(), log.summary())
+            figures = self._loop(windows, run, log, profiling, saving)
+        self._ended = True
+        return TrainOutput(log.state.global_step, log.mean_loss(), figures)
 
     def evaluate(
         self,
@@ -326,20 +345,36 @@ class Trainer(TrainerHooks):
         if self._overrides("compute_loss"):
             self._loss_of = self._given_loss
 
+    def _goes_on(self, updates: int) -> bool:
+        """Whether a run of so many updates trains on with the last one's engine."""
+        if self.engine is None or not self._ended or self._model_init is not None:
+            return False
+        same = self._made_from == _without_schedule(self.args.to_config(updates))
+        return same and self.engine.model is self.model and self.engine.trains_as_made()
+
     def _make_engine(self, updates: int) -> None:
+        """Or takes the last run's, where train() left it."""
         config = self.args.to_config(updates)
         self._torch = self._torch_optimizer(updates)
         if self._torch is None:
-            self.engine = Engine(self.model, config, self._units, self._group)
+            self._take_engine(config)
             return
         config = self._torch.settings(config)
         with torch_optimizer.left_out_frozen(self.model, self.optimizer):
-            self.engine = Engine(self.model, config, self._units, self._group)
+            self._take_engine(config)
             self._torch.attach(self.engine)
+
+    def _take_engine(self, config: dict[str, Any]) -> None:
+        if self.engine is None:
+            self.engine = Engine(self.model, config, self._units, self._group)
+            self._made_from = _without_schedule(self.args.to_config(0))
+        else:
+            self.engine.set_schedule(config, self.engine.updates)
 
     def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
         """Where somebody gave or makes an optimizer or a scheduler of torch."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers
+        given, self.lr_scheduler = self._given_optimizers
+        self.optimizer = given if self.engine is None else self.optimizer
         own = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
         if not any(self._overrides(name) for name in own):
             if self.optimizer is None:
@@ -359,7 +394,7 @@ class Trainer(TrainerHooks):
         log: RunLog,
         profiling: Profiling,
         saving: TrainerSaves,
-    ) -> None:
+    ) -> dict[str, float]:
         self.model.train()
         log.event("on_train_begin")
         if self.args.eval_on_start:
@@ -390,7 +425,9 @@ class Trainer(TrainerHooks):
             self._end_epoch(log, saving)
         saving.finish()
         self._best.load()
+        figures = log.end()
         log.event("on_train_end")
+        return figures
 
     def _end_epoch(self, log: RunLog, saving: TrainerSaves) -> None:
         log.event("on_epoch_end")
@@ -412,7 +449,8 @@ class Trainer(TrainerHooks):
         def run(batches: list[Any]) -> StepResult | None:
             if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
                 return hand_update.step(self.engine, batches, self._training_step, self._loss, log)
-            return step(self.engine, batches, self._loss, first=update == 1, note=log.note)
+            loss_fn = log.utilization.around(self._loss)
+            return step(self.engine, batches, loss_fn, update == 1, log.note, log.last_save)
 
         result = run(window) if self._halving is None else self._halving(window, run)
         if result is None:
@@ -423,7 +461,10 @@ class Trainer(TrainerHooks):
         if update == 1 and self._found is not None:
             for line in trainer_balance.compared(self._found, result):
                 log.note(line)
+        log.utilization.window(window)
         log.update(result)
+        if update == 1 and self._found is not None and self._found.accounts:
+            log.plan(self._found.accounts, result.accounts)
         every = self._eval_every(log)
         if self.args.eval_strategy == "steps" and update % every == 0:
             if update >= self.args.eval_delay:
@@ -440,6 +481,16 @@ class Trainer(TrainerHooks):
         policy = self.engine.checkpointing
         self.args = self.args.with_balance(chosen.micro_batch, policy)
         return found
+
+    def _use(self) -> dict[str, Any]:
+        """What a run's log compares with: what the device has, what the engine has done."""
+        args, memory = self.args, settings_of(self.engine.config)["memory"]["budget_bytes"]
+        peak = utilization.peak_flops(args.peak_flops, args.device, args.bf16 or args.fp16)
+        return {
+            "utilization": utilization.Utilization(self.model, peak),
+            "capacity": utilization.memory_bytes(memory, args.device),
+            "earlier": (self.engine.updates, self.engine.skipped_updates),
+        }
 
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(trainer_data.to_device(batch, self.args.device))
@@ -513,3 +564,7 @@ class Trainer(TrainerHooks):
         examples = trainer_data.examples(data)
         lines = banner.banner(self.model, self.args, run, settings, examples, self._group)
         print("\n".join(lines), file=sys.stderr)
+
+
+def _without_schedule(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in config.items() if name != "schedule"}

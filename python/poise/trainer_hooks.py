@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from poise import callbacks, trainer_data, trainer_optimizer
+from poise import trackers, trainer_data, trainer_optimizer
 from poise._C import Error
 from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
@@ -51,7 +51,7 @@ class TrainerHooks:
     ) -> torch.Tensor:
         """Forward and backward of a micro-batch; its loss, without gradient."""
         with self.engine.forward_scope():
-            loss = self._loss(inputs)
+            loss = self._run_log.utilization.around(self._loss)(inputs)
         self.engine.backward(loss)
         return loss.value.detach()
 
@@ -115,7 +115,7 @@ class TrainerHooks:
 
     def add_callback(self, callback: Any) -> None:
         """An object, or a class that makes one without arguments."""
-        self.callbacks.append(callbacks.made(callback))
+        self.callbacks.append(trackers.listener(callback))
 
     def pop_callback(self, callback: Any) -> Any:
         """Takes the first one out that is it, or of its class, and returns it."""

@@ -70,6 +70,9 @@ class TrainerSaves:
         generators.take_texts(loaded.own)
         self._log.go_on(json.loads(loaded.user["trainer"]))
         self._saved = self._log.state.global_step
+        self._log.last_save = loaded.path
+        config = self._args.to_config(self._log.state.max_steps)
+        self._engine.set_schedule(config, self._log.earlier[0])
         self._log.note(f"resumed from {loaded.path} after update {self._saved}")
 
     def before_window(self) -> None:
@@ -121,7 +124,7 @@ class TrainerSaves:
             (Path(folder) / STATE_FILE).write_text(state + "\n")
 
         position = self._position or self._windows.state_dict()
-        self._engine.save(
+        self._log.last_save = self._engine.save(
             self._folder,
             name=f"checkpoint-{step}",
             cursor=_cursor(position),

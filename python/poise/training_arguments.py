@@ -90,6 +90,11 @@ class _Arguments:
     logging_first_step: bool = False
     disable_tqdm: bool | None = None  # None: a bar where standard error is a terminal
     profile_steps: Steps = None  # "3-5": a trace of these updates
+    peak_flops: float | None = None  # a device's FLOP/s, for MFU; None: of the GPUs that are known
+    report_to: Any = "none"  # tensorboard, wandb, a list of them, all that are installed
+    logging_dir: str | None = None  # of TensorBoard's files; None: output_dir/runs
+    run_name: str | None = None  # in wandb
+    project: str = "huggingface"  # in wandb
     eval_strategy: str = "no"  # steps, epoch
     eval_steps: int | float | None = None  # None: logging_steps
     eval_delay: float = 0  # updates, or epochs where eval_strategy is epoch, before the first one
@@ -301,6 +306,10 @@ class TrainingArguments(_Arguments):
         ):
             if getattr(self, name) < 1:
                 raise Error(f"[trainer] {name} is {getattr(self, name)}; give 1 or more")
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise Error(
+                f"[trainer] peak_flops is {self.peak_flops}; give a device's FLOP/s, for example 989e12"
+            )
         if not 0 <= self.label_smoothing_factor < 1:
             raise Error(
                 f"[trainer] label_smoothing_factor is {self.label_smoothing_factor}; give a number "

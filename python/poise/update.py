@@ -17,6 +17,7 @@ def step(
     loss_fn: Callable[[Any], Loss],
     first: bool,
     note: Callable[[str], None],
+    last_save: str = "",
 ) -> StepResult:
     """The update; one that is stopped over a non-finite loss says where that comes from.
 
@@ -26,10 +27,11 @@ def step(
       loss_fn: the loss of one, with its count.
       first: of the run: then `note` gets a line about the attention kernels that torch chose.
       note: takes a line of text.
+      last_save: the path that a run which stops can go on from; empty: there is none.
     """
     probe = banner.AttentionProbe()
     watched = first and not model_view.is_compiled(engine.model)
-    with nonfinite.explained(engine, window, loss_fn):
+    with nonfinite.explained(engine, window, loss_fn, last_save):
         result = engine.step(window, probe.around(loss_fn) if watched else loss_fn)
     if line := probe.line():
         note(line)

@@ -1,4 +1,4 @@
-// Planning: tables of published runs.
+// Planning: tables of published runs, known devices.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -9,6 +9,22 @@
 namespace py = pybind11;
 
 namespace poise::python {
+namespace {
+
+py::list known_devices() {
+  py::list all;
+  for (const auto& device : plan::known_devices()) {
+    py::dict entry;
+    entry["name"] = device.name;
+    entry["memory"] = device.memory;
+    entry["half_flops"] = device.half_flops;
+    entry["float_flops"] = device.float_flops;
+    all.append(entry);
+  }
+  return all;
+}
+
+}  // namespace
 
 void bind_plan(py::module_& module) {
   py::class_<plan::RunPrediction>(
@@ -26,6 +42,9 @@ void bind_plan(py::module_& module) {
                     "In tokens_per_second.");
   module.def("predict_runs", &plan::predict_runs, py::arg("table"),
              "Predictions for the rows of a comma-separated table (docs/planner_scores.md).");
+  module.def("known_devices", &known_devices,
+             "Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that "
+             "`poise plan` knows.");
 }
 
 }  // namespace poise::python

@@ -45,7 +45,7 @@ def test_all_epochs_asked_for_are_trained(tmp_path):
     trainer = poise.Trainer(made("gpt2"), args, train_dataset=causal_rows(5))
     output = trainer.train()
     assert output.global_step == 9 and output.metrics["epoch"] == 3
-    rates = [line["learning_rate"] for line in trainer.state.log_history]
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
     assert len(rates) == 9 and rates[-1] == pytest.approx(1e-2 / 9)  # the schedule's end, once
 
 

@@ -44,8 +44,13 @@ def arguments(folder, **changes):
     return poise.TrainingArguments(str(folder), **{**base, **changes})
 
 
-def lines_of(folder):
+def all_lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines_of(folder):
+    """Without a run's last one, which has its times."""
+    return [line for line in all_lines_of(folder) if "train_runtime" not in line]
 
 
 # The run.

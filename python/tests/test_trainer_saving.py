@@ -49,7 +49,15 @@ def trainer(folder, dataset=None, callbacks=(), seed=0, **changes):
 
 def lines_of(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("tokens_per_second", "peak_bytes", "accounts", "host_bytes", "eval_runtime")
+    lines = [line for line in lines if "train_runtime" not in line]  # a run's last one
+    measured = (
+        "tokens_per_second",
+        "peak_bytes",
+        "memory_percent",
+        "accounts",
+        "host_bytes",
+        "eval_runtime",
+    )
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 

@@ -1,0 +1,204 @@
+"""Where a Trainer's lines go besides metrics.jsonl: TensorBoard, wandb, or anything that has
+`log(dict, step=)`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poise._C import Error
+from poise.callbacks import TrainerCallback, made
+
+if TYPE_CHECKING:
+    from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
+
+OURS = ("tensorboard", "wandb")
+# Of transformers: each has a callback of its own, which callbacks= takes.
+OTHERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
+    "neptune", "swanlab", "trackio",
+)  # fmt: skip
+
+
+class Tracker(TrainerCallback):
+    """Gives every line's numbers to `run.log(numbers, step=update)`, on the first rank.
+
+    Names are those of transformers' dashboards: train/loss, eval/loss, test/loss; memory by account is
+    train/accounts/<account>.
+
+    Args:
+      run: a wandb run, or any object with that method. Such an object in a Trainer's callbacks= is
+        made a Tracker.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def on_log(self, args, state, control, logs=None, **details) -> None:
+        if state.is_world_process_zero and (numbers := numbers_of(logs or {})):
+            self.run.log(numbers, step=state.global_step)
+
+
+class TensorBoard(Tracker):
+    """Writes event files that `tensorboard --logdir` shows, from the beginning of each train().
+
+    A resumed run goes on with the same curves; what was written after its checkpoint is hidden.
+
+    Args:
+      folder: of the files; None: logging_dir, else the environment's TENSORBOARD_LOGGING_DIR, else
+        output_dir/runs.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__(None)
+        self._folder, self._writer_class = folder, _writer_class()
+
+    def on_train_begin(self, args, state, control, **details) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = self._folder or getattr(args, "logging_dir", None)
+        folder = folder or os.environ.get("TENSORBOARD_LOGGING_DIR")
+        folder = Path(folder) if folder else Path(args.output_dir) / "runs"
+        self.run = _EventFiles(self._writer_class(str(folder), purge_step=state.global_step + 1))
+
+    def on_log(self, args, state, control, logs=None, **details) -> None:
+        if self.run is not None:
+            super().on_log(args, state, control, logs, **details)
+
+    def on_train_end(self, args, state, control, **details) -> None:
+        if self.run is not None:
+            self.run.close()
+            self.run = None
+
+
+class Wandb(Tracker):
+    """Lines go to the run of the module wandb that is open, else to one begun here.
+
+    Its project is that of the environment's WANDB_PROJECT, else `project` of the arguments; its name
+    is run_name. The run stays open: what comes after train() may log to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._module = _imported("wandb", "wandb")
+
+    def on_train_begin(self, args, state, control, **details) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.run = self._module.run
+        if self.run is None:
+            project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", None)
+            self.run = self._module.init(
+                project=project or "poise",
+                name=getattr(args, "run_name", None),
+                config=settings_of(args),
+            )
+
+
+class _EventFiles:
+    """A SummaryWriter as a thing to log to."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def of_arguments(args: TrainingArguments) -> list[Tracker]:
+    """Those that report_to asks for; raises Error where one is not installed."""
+    asked = args.report_to
+    names = [asked] if isinstance(asked, str) else list(asked or ())
+    names = [name for name in names if name != "none"]
+    if "all" in names:
+        names = [name for name in OURS if importlib.util.find_spec(name) is not None]
+    for name in names:
+        if name not in (*OURS, *OTHERS):
+            nearest = difflib.get_close_matches(name, [*OURS, *OTHERS, "none", "all"], 1, 0.0)[0]
+            raise Error(f"[trainer] report_to has {name!r}; did you mean {nearest}?")
+        if name in OTHERS:
+            logger.warning(
+                "[trainer] report_to %s is not started: give the service's own callback in callbacks=",
+                name,
+            )
+    makers = {"tensorboard": TensorBoard, "wandb": Wandb}
+    return [makers[name]() for name in OURS if name in names]
+
+
+def listener(callback: Any) -> Any:
+    """A callback of a class, or the object as it is; what can only log is made a Tracker."""
+    one = made(callback)
+    events = any(name.startswith("on_") for name in dir(one))
+    return Tracker(one) if callable(getattr(one, "log", None)) and not events else one
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line by the names of dashboards."""
+    found = {}
+    for name, value in _flat(line):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
+            found[_shown_name(name)] = value
+    return found
+
+
+def settings_of(args: Any) -> dict[str, Any]:
+    """What a service keeps of a run's arguments: those that JSON can say."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if not name.startswith("_") and isinstance(value, plain)
+        if not (isinstance(value, float) and not math.isfinite(value))
+    }
+
+
+def _flat(line: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}/")
+        else:
+            yield f"{before}{name}", value
+
+
+def _shown_name(name: str) -> str:
+    for split in ("eval", "test"):
+        if name.startswith(f"{split}_"):
+            return f"{split}/{name[len(split) + 1 :]}"
+    return f"train/{name}"
+
+
+def _writer_class() -> Any:
+    """torch's writer, which needs tensorboard, or that of tensorboardX."""
+    if importlib.util.find_spec("tensorboard") is not None:
+        return _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    if importlib.util.find_spec("tensorboardX") is not None:
+        return _imported("tensorboardX", "tensorboard").SummaryWriter
+    raise _missing("tensorboard")
+
+
+def _imported(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _missing(name) from error
+
+
+def _missing(name: str) -> Error:
+    return Error(
+        f"[trainer] report_to {name}, which cannot be imported here: pip install {name}, or leave "
+        "report_to out (metrics.jsonl has every line, `poise report` draws them)"
+    )
