@@ -15,12 +15,15 @@ class MarkedLoader:
       loader: what is read.
       batch: the one given last.
       at_end: whether that was the last one.
+      calls: backward calls with this batch; usual_calls: with the one before it. A loop may cut its
+        batches into parts.
     """
 
     def __init__(self, loader: Iterable[Any], on_start: Callable[[], None] | None = None) -> None:
         self.loader = loader
         self.batch: Any = None
         self.at_end = False
+        self.calls, self.usual_calls = 0, 1
         self._on_start = on_start
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,7 +46,7 @@ class MarkedLoader:
 
     def _counted(self, last: int) -> Iterator[Any]:
         for number, batch in enumerate(self.loader, 1):
-            self.batch, self.at_end = batch, number == last
+            self._give(batch, number == last)
             yield batch
 
     def _read_ahead(self) -> Iterator[Any]:
@@ -51,5 +54,10 @@ class MarkedLoader:
         following = next(batches, batches)  # the iterator itself stands for "none left"
         while following is not batches:
             batch, following = following, next(batches, batches)
-            self.batch, self.at_end = batch, following is batches
+            self._give(batch, following is batches)
             yield batch
+
+    def _give(self, batch: Any, at_end: bool) -> None:
+        self.batch, self.at_end = batch, at_end
+        self.usual_calls = self.calls or self.usual_calls
+        self.calls = 0

@@ -17,6 +17,7 @@ from poise import _C, generators
 from poise._C import Error, Group
 from poise.data import WindowIterator
 from poise.engine import Engine
+from poise.model_view import plain_name
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.signals import Interrupted, Signals
@@ -164,14 +165,15 @@ class ModelFiles:
 
 
 def whole_copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict on the CPU, ties kept: parameters of an engine lie in one storage each unit."""
+    """The state_dict on the CPU, by the names of the model before it was compiled, ties kept:
+    parameters of an engine lie in one storage each unit."""
     made: dict[tuple, torch.Tensor] = {}
     values = {}
     for name, value in model.state_dict().items():
         key = (value.data_ptr(), value.dtype, value.size(), value.stride())
         if key not in made or value.numel() == 0:
             made[key] = value.detach().cpu().clone()
-        values[name] = made[key]
+        values[plain_name(name)] = made[key]
     return values
 
 

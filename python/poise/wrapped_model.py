@@ -79,6 +79,8 @@ class WrappedModel:
             loss.count = tokens if tokens is not None else self._count()
         self._forward_count = None
         self.engine.backward(loss)
+        if self.loader is not None:
+            self.loader.calls += 1
         self._syncs = self._closes()
 
     def clip_grad_norm_(
@@ -128,7 +130,7 @@ class WrappedModel:
     @contextlib.contextmanager
     def accumulate(self, *_: Any) -> Iterator[None]:
         """Around one micro-batch, as in accelerate; sync_gradients is then known from its start on."""
-        self._syncs = self._closes(self.engine.micro_batches + 1)
+        self._syncs = self._closes(more=1)
         yield
 
     @contextlib.contextmanager
@@ -187,9 +189,14 @@ class WrappedModel:
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None: ...
 
-    def _closes(self, micro_batches: int | None = None) -> bool:
-        done = self.engine.micro_batches if micro_batches is None else micro_batches
-        return done >= self._accumulation or (self.loader is not None and self.loader.at_end)
+    def _closes(self, more: int = 0) -> bool:
+        """Whether the window is full, or the data at its end: also after so many more calls."""
+        if self.engine.micro_batches + more >= self._accumulation:
+            return True
+        loader = self.loader
+        if loader is None or not loader.at_end:
+            return False
+        return loader.calls + more >= loader.usual_calls
 
     def _count(self) -> Count:
         if self._forward_count is not None:

@@ -81,11 +81,13 @@ def test_16_bit_frozen_parameters_stay_16_bit(tmp_path):
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
 
 
-def test_an_adapter_saves_and_loads(tmp_path):
+@pytest.mark.parametrize("folder", ["adapter", "checkpoint-1"])
+def test_an_adapter_saves_and_loads(folder, tmp_path):
     model = adapted("gpt2")
-    poise.Trainer(model, arguments(tmp_path), train_dataset=causal_rows(8)).train()
+    poise.Trainer(model, arguments(tmp_path, save_steps=1), train_dataset=causal_rows(8)).train()
     model.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(made("gpt2"), tmp_path / "adapter")
+    assert (tmp_path / folder / "adapter_model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(made("gpt2"), tmp_path / folder)
     mine = dict(model.named_parameters())
     for n, p in again.named_parameters():
         assert torch.equal(p, mine[n]), n

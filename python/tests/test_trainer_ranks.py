@@ -40,6 +40,23 @@ def test_losses_are_those_of_one_rank(ranks, alone, stage):
         assert seen["last"] == pytest.approx(alone["last"], rel=1e-5)
 
 
+def test_rates_are_those_of_one_rank(ranks, alone):
+    # accelerate 1382, 2926: the schedule went as many times as fast.
+    for of_rank in ranks[0]:
+        for stage in STAGES:
+            assert of_rank[stage]["rates"] == alone["rates"]
+    assert alone["rates"] == pytest.approx([1e-2 * (UPDATES - i) / UPDATES for i in range(UPDATES)])
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks, step):
+    # accelerate 4195, 3996: the place in the data came back, its order did not.
+    for of_rank in ranks[0]:
+        whole, rest = of_rank["saving"], of_rank[f"resumed {step}"]
+        assert whole["state"] == of_rank["stage 2"]["state"] == rest["state"]
+        assert rest["losses"] == whole["losses"][step:] and rest["rates"] == whole["rates"][step:]
+
+
 def test_ranks_have_the_same_bits(ranks):
     first, second = ranks[0]
     assert first["backend"] == "gloo"

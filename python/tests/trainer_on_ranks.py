@@ -97,11 +97,12 @@ class Watches(poise.TrainerCallback):
     """What a rank sees of a run; rank `stops` asks for its end after the second update."""
 
     def __init__(self, stops=None):
-        self.seen, self._stops = {"evals": [], "seeds": [], "losses": []}, stops
+        self.seen, self._stops = {"evals": [], "seeds": [], "losses": [], "rates": []}, stops
 
     def on_step_end(self, args, state, control, **details):
         self.seen["seeds"].append(torch.initial_seed())
         self.seen["losses"].append(details["result"].loss)
+        self.seen["rates"].append(details["result"].lr)
         self.seen["first"] = state.is_world_process_zero
         control.should_training_stop = self._stops == args.process_index and state.global_step == 2
 
@@ -109,8 +110,8 @@ class Watches(poise.TrainerCallback):
         self.seen["evals"].append(details["metrics"]["eval_loss"])
 
 
-def trained(folder, stage, stops=None, **changes):
-    """A whole run, with evaluations in between."""
+def trained(folder, stage, stops=None, resume=None, **changes):
+    """A whole run, with evaluations in between; or the rest of one."""
     args = arguments(
         folder, zero_stage=stage, eval_strategy="steps", eval_steps=3, **{**SETTINGS, **changes}
     )
@@ -119,7 +120,7 @@ def trained(folder, stage, stops=None, **changes):
     trainer = poise.Trainer(
         model, args, train_dataset=Rows(SAMPLES), eval_dataset=Rows(5, seed=9), callbacks=[watch]
     )
-    output = trainer.train()
+    output = trainer.train(resume_from_checkpoint=resume)
     return {
         **watch.seen,
         "step": output.global_step,
@@ -147,6 +148,10 @@ def runs(folder):
         values[f"stage {stage}"] = trained(folder / f"stage{stage}", stage)
     values["kept"] = trained(folder / "kept", 3, zero_keep_gathered=True)
     values["twice"] = [twice(folder / f"twice{stage}", stage) for stage in (2, 3)]
+    values["saving"] = trained(folder / "saving", 2, save_steps=2)
+    for step in (2, 4):  # the middle of an epoch, and another's
+        place = str(folder / "saving" / f"checkpoint-{step}")
+        values[f"resumed {step}"] = trained(folder / f"resumed{step}", 2, resume=place)
     values["stopped"] = trained(folder / "stopped", 1, stops=1)
     values["shown"] = trained(folder / "shown", 2, disable_tqdm=None, max_steps=1)["step"]
     values["own sampler"] = own_sampler(folder / "own")

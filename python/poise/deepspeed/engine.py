@@ -114,7 +114,7 @@ class DeepSpeedEngine(WrappedModel):
         """Whether this micro-batch is the last one of its window: the next step() updates."""
         if self._boundary is not None:
             return self._boundary
-        return self._closes(self.engine.micro_batches + self._before_backward)
+        return self._closes(more=self._before_backward)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says it for this micro-batch, instead of the count."""
