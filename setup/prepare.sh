@@ -68,13 +68,16 @@ elif [ "$python" = "$PWD/.venv/bin/python" ]; then
 fi
 if [ -x "$python" ]; then
   requirements=$("$python" setup/missing.py requirements setup/requirements.txt $wanted | tr '\n' ' ')
+  alone=$("$python" setup/missing.py requirements setup/requirements_alone.txt $wanted | tr '\n' ' ')
 else
-  requirements=$(sed -n 's/^\([a-z][^;]*\).*/\1/p' setup/requirements.txt | sort -u -t= -k1,1 | tr '\n' ' ')
+  names='s/^\([a-z][^;]*\).*/\1/p'
+  requirements=$(sed -n "$names" setup/requirements.txt | sort -u -t= -k1,1 | tr '\n' ' ')
+  alone=$(sed -n "$names" setup/requirements_alone.txt | tr '\n' ' ')
 fi
-packages=${packages% } requirements=${requirements% }
+packages=${packages% } requirements=${requirements% } alone=${alone% }
 
 # 2. What it costs.
-if [ -n "$packages$torch$requirements" ]; then
+if [ -n "$packages$torch$requirements$alone" ]; then
   echo "poise needs a few things on this machine:"
   [ -z "$packages" ] || echo "  Debian packages: $packages (up to 280 MB to download, about 1 minute)"
   if [ -n "$torch" ]; then
@@ -85,7 +88,8 @@ if [ -n "$packages$torch$requirements" ]; then
       echo "    TORCH_INDEX=<index of CPU wheels> makes that 0.2 GB)"
     fi
   fi
-  [ -z "$requirements" ] || echo "  Python packages into $(dirname "$(dirname "$python")"): $requirements (up to 90 MB, about 1 minute)"
+  [ -z "$requirements" ] || echo "  Python packages into $(dirname "$(dirname "$python")"): $requirements (up to 100 MB, about 1 minute)"
+  [ -z "$alone" ] || echo "  for tests, without their own requirements: $alone (84 MB)"
   [ -z "$packages" ] || [ "$(id -u)" = 0 ] || echo "  as root: apt-get install -y --no-install-recommends $packages"
   [ "$(id -u)" = 0 ] || confirm "Install these now?"
 fi
@@ -104,6 +108,8 @@ if [ -n "$torch" ]; then
 fi
 # shellcheck disable=SC2086
 [ -z "$requirements" ] || "$python" -m pip install --progress-bar off $requirements
+# shellcheck disable=SC2086
+[ -z "$alone" ] || "$python" -m pip install --progress-bar off --no-deps $alone
 # Ubuntu 22.04 has an older cmake than the build asks for; a pip one goes first on the PATH.
 if ! PATH=$(dirname "$python"):$PATH cmake --version | "$python" -c 'import re, sys
 sys.exit(tuple(map(int, re.findall(r"\d+", sys.stdin.read())[:2])) < (3, 25))'; then
