@@ -38,6 +38,7 @@ ARROWS = {
     "data": {"core", "memory"},
     "state": {"core", "memory", "offload", "comm"},
     "engine": _BELOW_ENGINE,
+    "faces": {"engine", "checkpointing", "comm", "core"},
     "cli": _BELOW_ENGINE | {"engine"},
     "python": _BELOW_ENGINE | {"engine", "cli", "kernels"},
 }
