@@ -6,14 +6,26 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from poise._C import StepResult
+from poise._C import StepResult, format_bytes
 
 GIB = 1 << 30
+_SHOWN = (  # of a line: key, words
+    ("loss", "loss {:.4f}"),
+    ("eval_loss", "eval_loss {:.4f}"),
+    ("learning_rate", "lr {:.3g}"),
+    ("grad_norm", "norm {:.3f}"),
+    ("tokens_per_second", "{:,.0f} tokens/s"),
+    ("mfu", "mfu {:.1%}"),
+    ("loss_scale", "scale {:g}"),
+    ("train_loss", "done: mean loss {:.4f}"),
+    ("train_runtime", "{:.1f} s"),
+)
 
 
 class Progress:
@@ -61,6 +73,28 @@ class Progress:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def line_of(values: Mapping[str, Any], updates: int) -> str:
+    """A line of metrics for people: what it tells of updates, an evaluation or the end."""
+    parts = [f"update {values['step']}/{updates}"]
+    parts += [words.format(values[key]) for key, words in _SHOWN if key in values]
+    if "peak_bytes" in values:
+        percent = f" ({values['memory_percent']:.3g}%)" if "memory_percent" in values else ""
+        parts.append(format_bytes(int(values["peak_bytes"])) + percent)
+    told = {key for key, _ in _SHOWN}
+    parts += [
+        f"{key} {value:.4g}"
+        for key, value in values.items()
+        if key.startswith("eval_") and key not in told and isinstance(value, (int, float))
+        if not key.endswith(("_runtime", "_tokens", "_per_second"))
+    ]
+    if values.get("status", "applied") != "applied":
+        name = values.get("first_bad_parameter")
+        parts.append(f"{values['status']}{f' in {name}' if name else ''}: not applied")
+    if values.get("skipped"):
+        parts.append(f"{values['skipped']} skipped")
+    return "  ".join(parts)
 
 
 def _size() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from poise._C import Error, format_bytes
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 64, 24
+WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 72, 24
 CURVES = (  # key of a line, title
     ("loss", "loss"),
     ("eval_loss", "loss of evaluations"),
@@ -222,7 +222,9 @@ def _table(rows: list[tuple[str, ...]], head: Sequence[str] = ()) -> str:
 
 
 def _shown(value: float, key: str) -> str:
-    return format_bytes(int(value)) if key.endswith("bytes") else f"{value:.4g}"
+    if key.endswith("bytes"):
+        return format_bytes(int(value))
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _is_finite(value: Any) -> bool:

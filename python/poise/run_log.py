@@ -11,7 +11,7 @@ from typing import Any
 from poise import callbacks, ranks
 from poise._C import Group, StepResult
 from poise.metrics_log import MetricsLog, NoMetrics
-from poise.progress import Progress
+from poise.progress import Progress, line_of
 from poise.run_length import RunLength
 from poise.schedule_arguments import updates_of
 from poise.spikes import Spikes
@@ -178,6 +178,8 @@ class RunLog:
         line = {"step": self.state.global_step, "epoch": round(self.state.epoch, 4), **line}
         self.state.log_history.append(line)
         self._metrics.write(line)
+        if len(line) > 2:
+            self.note(line_of(line, self.state.max_steps))
         self.event("on_log", logs=line)
 
     def plan(self, predicted: dict[str, int], measured: dict[str, int]) -> None:

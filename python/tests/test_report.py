@@ -58,6 +58,14 @@ def test_curves_are_the_lines_values():
     assert len(norms) == 2  # NaN is no point
 
 
+@pytest.mark.parametrize(
+    "value", [0.0003125, 12720.4, 123456.7, 7.7e9, 1.5e-9, -0.000123456, 999.96]
+)
+def test_numbers_beside_a_curve_fit_their_margin(value):
+    page = Page(report.curve([(1, value), (2, 2 * value)], key="tokens_per_second"))
+    assert max(map(len, page.texts)) <= 9  # of about 7 units each, in 66
+
+
 def test_numbers_memory_and_events_are_told_and_escaped():
     text = report.page(LINES, "a <run>")
     page = Page(text)
