@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,21 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poise import optimizer_state
 from poise._C import Error
-from poise.torch_settings import check_groups, check_unchanged, fixed_options, kind_of
+from poise.torch_settings import check_groups, check_unchanged, fixed_options
 
 if TYPE_CHECKING:
     from poise.engine import Engine
 
 logger = logging.getLogger("poise")
-
-# Names of torch's state, in the order of the engine's moments.
-MOMENTS = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
-
 
 @contextlib.contextmanager
 def left_out_frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -79,7 +71,7 @@ class HandedOver:
         self, optimizer: torch.optim.Optimizer, engine: Engine, step: Callable[[], Any]
     ) -> None:
         self.optimizer, self._engine = optimizer, engine
-        self._kind, self._made_for = kind_of(optimizer), fixed_options(optimizer)
+        self._made_for = fixed_options(optimizer)
         self._names = {id(p): name for name, p in _trainable(engine.model)}
         engine.group_parameters([self._names_of(group) for group in optimizer.param_groups])
         self._give_state()
@@ -104,20 +96,9 @@ class HandedOver:
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with whole moments; all ranks."""
-        held = self.optimizer.state
-        for _, parameter in self._parameters() if self._engine.updates else ():
-            moments = self._engine.moments(parameter)
-            held[parameter] = dict(zip(MOMENTS[self._kind], moments, strict=False))
-            if self._kind != "sgd":
-                held[parameter]["step"] = torch.tensor(float(self._engine.updates))
+        optimizer_state.fill(self._engine, self.optimizer)
         state = type(self.optimizer).state_dict(self.optimizer)
-        state["state"] = {
-            number: {
-                name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in entry.items()
-            }
-            for number, entry in state["state"].items()
-        }
-        held.clear()
+        self.optimizer.state.clear()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,40 +119,8 @@ class HandedOver:
         check_unchanged(self.optimizer, self._made_for)
 
     def _give_state(self) -> None:
-        held = self.optimizer.state
-        if not held:
-            return
-        steps, missing = set(), []
-        for name, parameter in self._parameters():
-            entry = held.get(parameter)
-            if not entry:
-                missing.append(name)
-                continue
-            steps.add(float(entry.get("step", math.nan)))
-            moments = [entry.get(key) for key in MOMENTS[self._kind]]
-            moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
-            self._engine.set_moments(parameter, [m.float() for m in moments])
-        steps = {step for step in steps if not math.isnan(step)}
-        if len(steps) > 1:
-            raise Error(
-                f"[loop] the optimizer's parameters have seen between {min(steps):.0f} and "
-                f"{max(steps):.0f} updates; poise counts one number for all: begin with a fresh "
-                "optimizer"
-            )
-        if missing:
-            logger.warning(
-                "[loop] %d parameters have no state in the optimizer (the first is %s): their "
-                "moments begin at zero",
-                len(missing),
-                missing[0],
-            )
-        if steps:
-            self._engine.set_updates(int(steps.pop()))
-        held.clear()  # the engine has it; twice would be twice the memory
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(self._names[id(p)], p) for g in self.optimizer.param_groups for p in g["params"]
-                if p.requires_grad]  # fmt: skip
+        optimizer_state.take(self._engine, self.optimizer)
+        self.optimizer.state.clear()  # the engine has it; twice would be twice the memory
 
     def _names_of(self, group: dict[str, Any]) -> list[str]:
         return [self._names[id(p)] for p in group["params"] if p.requires_grad]

@@ -130,3 +130,84 @@ def test_extra_files_come_from_python(tmp_path: Path) -> None:
         engine.save(tmp_path, extra=fails)
     assert poise._C.list_saves(str(tmp_path)) == [str(path)]
     assert poise._C.find_save(str(tmp_path)) == str(path)
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.05, weight_decay=0.0, foreach=False)
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
+    """The updates of train(), by torch alone."""
+    for update in range(begin, end):
+        generator = torch.Generator().manual_seed(update)
+        window = [torch.randint(11, (n,), generator=generator) for n in (9, 5)]
+        total = sum(count for _, count in (loss(model, b) for b in window))
+        for batch in window:
+            value, count = loss(model, batch)
+            (value * count / total).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def without_dropout(seed: int) -> Net:
+    torch.manual_seed(seed)
+    model = Net(nn.LayerNorm)
+    model.drop.p = 0.0
+    return model
+
+
+OWN = {"optimizer": {"lr": 0.05, "weight_decay": 0.0, "max_grad_norm": 1.0}}
+
+
+def close(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(a, b, msg=name, rtol=1e-4, atol=1e-5)
+
+
+def test_optimizer_goes_to_torch_and_back(tmp_path: Path) -> None:
+    """Three updates by one and three by the other are the six of torch alone, both ways."""
+    want = without_dropout(0)
+    plain(want, torch_adamw(want), 0, 6)
+
+    engine = poise.Engine(without_dropout(0), OWN)
+    train(engine, 0, 3)
+    theirs, optimizer = without_dropout(1), None
+    theirs.load_state_dict(engine.state_dict())
+    exported = torch_adamw(engine.model)
+    engine.export_optimizer(exported)
+    optimizer = torch_adamw(theirs)
+    torch.save(exported.state_dict(), tmp_path / "optimizer.pt")
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    plain(theirs, optimizer, 3, 6)
+    close(theirs, want)
+
+    begun = without_dropout(0)
+    optimizer = torch_adamw(begun)
+    plain(begun, optimizer, 0, 3)
+    engine = poise.Engine(begun, OWN)
+    engine.import_optimizer(optimizer)
+    assert engine.updates == 3
+    train(engine, 3, 6)
+    close(engine.model, want)
+
+
+def test_optimizer_of_another_kind_is_refused() -> None:
+    engine = made(0)
+    with pytest.raises(poise.Error, match="the optimizer is sgd, and the engine's is adamw"):
+        engine.export_optimizer(torch.optim.SGD(engine.model.parameters(), lr=0.1))
+    other = Net(nn.LayerNorm)
+    with pytest.raises(poise.Error, match="has no parameter 'embed.weight'"):
+        engine.import_optimizer(torch.optim.AdamW(other.parameters()))
+
+
+def test_rehearsal_leaves_no_save(tmp_path: Path) -> None:
+    engine = made(0)
+    rehearsal = engine.rehearse_save(tmp_path)
+    assert poise._C.list_saves(str(tmp_path)) == []
+    path = Path(engine.save(tmp_path))
+    assert rehearsal.bytes == (path / "rank-00000.safetensors").stat().st_size
+    assert rehearsal.free_bytes > rehearsal.bytes and rehearsal.seconds > 0

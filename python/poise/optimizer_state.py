@@ -1,0 +1,93 @@
+"""An engine's moments as the state of a torch optimizer over the same parameters, and back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from poise._C import Error
+from poise.config import settings_of
+from poise.torch_settings import kind_of
+
+if TYPE_CHECKING:
+    from poise.engine import Engine
+
+logger = logging.getLogger("poise")
+
+# Names of torch's state, in the order of the engine's moments.
+MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
+
+def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """The engine's moments and number of updates into optimizer.state; all ranks get whole ones."""
+    kind = kind_of(optimizer)
+    for parameter in _trained_by(optimizer) if engine.updates else ():
+        moments = [moment.clone() for moment in engine.moments(parameter)]
+        optimizer.state[parameter] = dict(zip(MOMENTS[kind], moments, strict=False))
+        if kind != "sgd":
+            optimizer.state[parameter]["step"] = torch.tensor(float(engine.updates))
+
+
+def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """optimizer.state becomes the engine's moments and number of updates; all ranks."""
+    held, kind = optimizer.state, kind_of(optimizer)
+    parameters = _trained_by(optimizer)
+    with_state = [parameter for parameter in parameters if held.get(parameter)]
+    steps = _steps(held[parameter].get("step", math.nan) for parameter in with_state)
+    for parameter in with_state:
+        moments = [held[parameter].get(key) for key in MOMENTS[kind]]
+        moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
+        engine.set_moments(parameter, [m.float() for m in moments])
+    stateless = {id(p) for p in parameters} - {id(p) for p in with_state}
+    if held and stateless:
+        names = [name for name, p in engine.model.named_parameters() if id(p) in stateless]
+        logger.warning(
+            "[loop] %d parameters have no state in the optimizer (the first is %s): their moments "
+            "begin at zero",
+            len(names),
+            names[0],
+        )
+    if steps is not None:
+        engine.set_updates(steps)
+
+
+def check_fits(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Raises Error where the optimizer is not the engine's kind, or not over its parameters."""
+    kind, of_engine = kind_of(optimizer), settings_of(engine.config)["optimizer"]["type"]
+    if kind != of_engine:
+        raise Error(f"[engine] the optimizer is {kind}, and the engine's is {of_engine}")
+    wanted = {id(p): name for name, p in engine.model.named_parameters() if p.requires_grad}
+    held = {id(p) for p in _trained_by(optimizer)}
+    missing = [name for parameter, name in wanted.items() if parameter not in held]
+    if missing or len(held) > len(wanted):
+        example = f"has no parameter '{missing[0]}'" if missing else "has others besides"
+        raise Error(
+            f"[engine] the optimizer is not over the engine's {len(wanted)} trained parameters: it "
+            f"{example}; make it from model.parameters()"
+        )
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _steps(said: Iterable[float | torch.Tensor]) -> int | None:
+    """The number of updates, which is one for all; None: torch keeps none."""
+    steps = {float(step) for step in said}
+    steps = {step for step in steps if not math.isnan(step)}
+    if len(steps) > 1:
+        raise Error(
+            f"[loop] the optimizer's parameters have seen between {min(steps):.0f} and "
+            f"{max(steps):.0f} updates; poise counts one number for all: begin with a fresh "
+            "optimizer"
+        )
+    return int(steps.pop()) if steps else None
