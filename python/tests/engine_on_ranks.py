@@ -232,7 +232,17 @@ def many(folder):
     return seen
 
 
-CASES = {"grid": grid, "uneven": uneven, "shapes": shapes, "between": between, "many": many}
+def held(folder):
+    """Rank 0 still holds its first engine when rank 1, whose collector ran, makes a second one."""
+    windows, kept, digests = windows_of([1, 1], updates=2), [], []
+    keeps = (lambda engine, _: kept.append(engine)) if dist.get_rank() == 0 else None
+    for _ in range(3):
+        digests.append(trained(tiny(), windows, config_of(Recipe(), 1), keeps)[0]["masters"])
+        gc.collect()
+    return digests
+
+
+CASES = {"held": held, "grid": grid, "uneven": uneven, "shapes": shapes, "between": between, "many": many}
 
 
 def main(name, folder):

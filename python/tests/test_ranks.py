@@ -163,3 +163,9 @@ def test_evaluations_differ_from_update_to_update(between):
     values = between[0]["evaluations 3"]
     assert len(set(values)) == len(values) == 4
     assert batch(2, 12, seed=0)["input_ids"].shape == (2, 12)
+
+
+def test_ranks_need_not_drop_their_engines_together(tmp_path_factory):
+    """A group that ended with its last engine would end on rank 1 while rank 0 uses it again."""
+    digests = run(tmp_path_factory, "held")[0]
+    assert len(set(digests[0] + digests[1])) == 1
