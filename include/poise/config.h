@@ -176,6 +176,8 @@ struct TrainPolicy {
 struct StatePolicy {
   std::int64_t save_every = 0;        // updates between two saves of `poise train`; 0: none
   std::int64_t save_total_limit = 0;  // saves that stay, the newest ones; 0: all
+  std::int64_t keep_every = 0;        // saves after each n-th update stay besides; 0: none
+  bool rehearse = true;               // a save is tried out before the first update
   std::string resume = "none";        // none, auto: the latest save if there is one; else its path
   bool asynchronous = false;          // saves are written while the training goes on
   std::int64_t staging_bytes = std::int64_t{1} << 30;  // host memory that one may hold

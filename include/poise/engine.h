@@ -145,7 +145,7 @@ class POISE_API Engine {
   void set_hyperparameters(const std::vector<optim::GroupSettings>& groups,
                            const OptimizerConstants& constants);
   // The optimizer's moments of a parameter, fp32, shaped like it (moment1 and moment2 of Adam,
-  // momentum of SGD): copies where they are sharded, else the memory itself. All ranks.
+  // momentum of SGD), as copies. All ranks.
   std::vector<at::Tensor> moments(const std::string& name) const;
   void set_moments(const std::string& name, const std::vector<at::Tensor>& values);
   // How many updates have been applied, for bias correction and schedule.
@@ -182,17 +182,22 @@ class POISE_API Engine {
   // Tells the engine that a parameter was edited through .data (other edits are noticed).
   void refresh(const std::string& name);
 
-  // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it. All ranks;
-  // a copy where masters are sharded.
+  // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it, to be read.
+  // All ranks; a copy where masters are sharded.
   at::Tensor master(const std::string& name) const;
 
   // Saves everything that the next updates depend on (masters, moments, buffers, counters, loss
   // scale, random generators) as a folder in `directory`, which all ranks see; returns its path.
-  // All ranks, between windows. config.state.asynchronous: returns once all has been copied to the
-  // host, and a failure of writing comes from the next step(), save(), load() or finish_save(); the
-  // destructor waits for the end of it.
+  // All ranks, between windows. config.state.asynchronous: returns once what anyone may change has
+  // been copied to the host (masters and moments are copied until the next update), and a failure
+  // of writing comes from the next step(), save(), load() or finish_save(); the destructor waits
+  // for the end of it.
   std::string save(const std::string& directory, const state::SaveOptions& options = {});
   void finish_save();
+
+  // Writes a save to its end and removes it: what is wrong with the directory, or too large for it,
+  // comes out now and not when it is needed. All ranks, between windows.
+  state::Rehearsal rehearse_save(const std::string& directory);
 
   // Takes the state of a save, or of the latest one in a directory of saves: made on any number of
   // ranks, at any stage, in any precision, of the same model and optimizer. Everything is checked

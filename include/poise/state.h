@@ -19,6 +19,7 @@ struct SaveOptions {
   std::map<std::string, std::string> user = {};  // rank 0's: every rank gets it back
   std::map<std::string, std::string> own = {};   // this rank's, given back where as many ranks load
   std::int64_t total_limit = 0;  // saves that stay in the directory, the newest ones; 0: all
+  std::int64_t keep_every = 0;   // those after each n-th update stay besides; 0: none of them
   // Rank 0: writes files of its own into the save's folder; they are whole with it.
   std::function<void(const std::string& folder)> extra = {};
 };
@@ -35,6 +36,13 @@ struct Loaded {
   std::optional<std::int64_t> cursor = {};
   std::map<std::string, std::string> user = {};
   std::map<std::string, std::string> own = {};  // empty where another number of ranks saved it
+};
+
+// What a save would take, tried out before it is needed.
+struct Rehearsal {
+  std::int64_t bytes = 0;       // of all ranks
+  double seconds = 0;           // until they were on the disk
+  std::int64_t free_bytes = 0;  // of the file system, with the rehearsal removed
 };
 
 // The save to load for `path`: a save itself, or the latest whole one in a directory of saves;

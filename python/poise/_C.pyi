@@ -32,6 +32,7 @@ __all__: list[str] = [
     "Permutation",
     "Place",
     "RunPrediction",
+    "Rehearsal",
     "Sampler",
     "Snapshot",
     "StepResult",
@@ -414,6 +415,16 @@ class RunPrediction:
         """
         Of each device.
         """
+class Rehearsal:
+    """
+    What a save would take.
+    """
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
 
 class StepResult:
     """
@@ -517,6 +528,7 @@ class Engine:
     def memory(self) -> dict: ...
     def moments(self, name: str) -> list[torch.Tensor]: ...
     def refresh(self, name: str) -> None: ...
+    def rehearse_save(self, directory: str) -> Rehearsal: ...
     def restart_peak(self) -> None: ...
     def save(
         self,
@@ -527,6 +539,7 @@ class Engine:
         user: collections.abc.Mapping[str, str] = {},
         own: collections.abc.Mapping[str, str] = {},
         total_limit: typing.SupportsInt = 0,
+        keep_every: typing.SupportsInt = 0,
         extra: collections.abc.Callable | None = None,
     ) -> str: ...
     def set_accumulation(self, micro_batches: typing.SupportsInt) -> None: ...

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import _C, _units, checkpointing, comm, meta, model_view
-from poise._C import Error, LoadedState, StepResult
+from poise import _C, _units, checkpointing, comm, meta, model_view, optimizer_state
+from poise._C import Error, LoadedState, Rehearsal, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
 
@@ -284,6 +284,7 @@ class Engine:
         user: Mapping[str, str] | None = None,
         own: Mapping[str, str] | None = None,
         total_limit: int = 0,
+        keep_every: int = 0,
         extra: Callable[[str], None] | None = None,
     ) -> str:
         """Saves all that the next updates depend on as a folder that is whole or not there.
@@ -299,6 +300,7 @@ class Engine:
           user: texts that every rank gets back (rank 0's are kept).
           own: texts of this rank, given back where as many ranks load.
           total_limit: saves that stay in the directory, the newest ones; 0: all.
+          keep_every: saves after each n-th update stay besides; 0: none of them.
           extra: writes files of its own into the folder it gets; called on rank 0.
 
         Returns:
@@ -311,8 +313,34 @@ class Engine:
             user=dict(user or {}),
             own=dict(own or {}),
             total_limit=total_limit,
+            keep_every=keep_every,
             extra=extra,
         )
+
+    def export_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Fills optimizer.state, of a plain torch optimizer over the model's parameters, with the
+        moments and the number of updates: optimizer.state_dict() is then torch's own. All ranks get
+        whole moments. Raises Error where it is of another kind, or over other parameters.
+        """
+        optimizer_state.check_fits(self, optimizer)
+        optimizer_state.fill(self, optimizer)
+
+    def import_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The other way round, after optimizer.load_state_dict(...): moments and the number of
+        updates become the engine's; learning rate and all else stay as its config says. All ranks,
+        between windows.
+        """
+        optimizer_state.check_fits(self, optimizer)
+        optimizer_state.take(self, optimizer)
+
+    def rehearse_save(self, directory: str | Path) -> Rehearsal:
+        """Writes a save to its end and removes it: what is wrong with the directory, or too large
+        for it, comes out now. All ranks, between windows.
+
+        Returns:
+          bytes of all ranks, seconds until they were on the disk, free_bytes of the file system.
+        """
+        return self._engine.rehearse_save(str(directory))
 
     def finish_save(self) -> None:
         """Waits for a save in flight and raises what went wrong with it."""

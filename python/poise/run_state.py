@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from poise.engine import Engine
 from poise.run_data import RunData
 from poise.run_report import RunReport
 from poise.signals import SAVE_FIRST, Interrupted
+
+logger = logging.getLogger("poise")
 
 
 class RunState:
@@ -27,6 +30,7 @@ class RunState:
             report,
         )
         self._every = self._policy["save_every"]
+        self._max_updates = settings["train"]["max_updates"]
         self._folder = Path(settings["train"]["output_dir"]) / "state"
         self._saved = -1  # updates at the last save
         self._open: tuple[int, generators.Snapshot] | None = None  # where the open window began
@@ -54,6 +58,24 @@ class RunState:
         generators.take_texts(loaded.own)
         self._saved = self._report.updates
         self._report.note(f"  resumed from {loaded.path} after update {self._report.updates}")
+
+    def rehearse(self) -> None:
+        """Before the first window: what a save would take, and whether it can be made."""
+        if self._every == 0 or not self._policy["rehearse"]:
+            return
+        save = self._engine.rehearse_save(self._folder)
+        self._report.note(
+            f"  a save takes {_C.format_bytes(save.bytes)} and {save.seconds:.2f} s; "
+            f"{_C.format_bytes(save.free_bytes)} are free in {self._folder}"
+        )
+        saves = 1 + (self._policy["save_total_limit"] or self._max_updates // self._every)
+        if save.bytes * saves > save.free_bytes:
+            logger.warning(
+                "the %d saves of this run take %s, more than is free; free some space or set "
+                "state.save_total_limit",
+                saves,
+                _C.format_bytes(save.bytes * saves),
+            )
 
     def open_window(self) -> None:
         if self._every > 0:
@@ -94,4 +116,5 @@ class RunState:
             user={"report": self._report.text(), "data": json.dumps(self._data.identity)},
             own=generators.own_texts(),
             total_limit=self._policy["save_total_limit"],
+            keep_every=self._policy["keep_every"],
         )

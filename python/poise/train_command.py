@@ -130,6 +130,7 @@ class _Run:
         self._model.train()
         state = RunState(settings, self._engine, self._data, self._report)
         state.resume()
+        state.rehearse()
         self._state = state
 
     def _find_balance(self, made: imported.Imported) -> None:

@@ -18,6 +18,10 @@ void bind_state(py::module_& module) {
       .def_readonly("cursor", &state::Loaded::cursor)
       .def_readonly("user", &state::Loaded::user)
       .def_readonly("own", &state::Loaded::own);
+  py::class_<state::Rehearsal>(module, "Rehearsal", "What a save would take.")
+      .def_readonly("bytes", &state::Rehearsal::bytes)
+      .def_readonly("seconds", &state::Rehearsal::seconds)
+      .def_readonly("free_bytes", &state::Rehearsal::free_bytes);
   module.def("find_save", &state::find, py::arg("path"), NoGil(),
              "The save itself, or the latest whole one of a directory; empty: there is none.");
   module.def("list_saves", &state::list, py::arg("directory"), NoGil(),

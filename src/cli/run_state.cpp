@@ -3,10 +3,13 @@
 
 #include <ATen/ops/full.h>
 
+#include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "poise/log.h"
+#include "poise/memory.h"
 #include "poise/state.h"
 #include "state/random.h"
 
@@ -61,6 +64,21 @@ void RunState::resume() {
   report_.note(join("  resumed from ", loaded.path, " after update ", report_.updates()));
 }
 
+void RunState::rehearse() {
+  if (!saves_ || !config_.state.rehearse) return;
+  const auto save = engine_.rehearse_save(directory_);
+  report_.note(join("  a save takes ", memory::format_bytes(save.bytes), " and ",
+                    std::round(save.seconds * 100) / 100, " s; ",
+                    memory::format_bytes(save.free_bytes), " are free in ", directory_));
+  const auto limit = config_.state.save_total_limit;
+  const auto saves = 1 + (limit > 0 ? limit : config_.train.max_updates / config_.state.save_every);
+  if (save.bytes > save.free_bytes / saves) {
+    log::warning("the ", saves, " saves of this run take ",
+                 memory::format_bytes(save.bytes * saves),
+                 ", more than is free; free some space or set state.save_total_limit");
+  }
+}
+
 void RunState::open_window() {
   in_window_ = true;
   if (!saves_) return;
@@ -77,6 +95,7 @@ void RunState::save() {
   options.cursor = loader_.cursor();
   options.user = {{"report", report_.text()}, {"data", data_identity()}};
   options.total_limit = config_.state.save_total_limit;
+  options.keep_every = config_.state.keep_every;
   engine_.save(directory_, options);
 }
 

@@ -22,6 +22,9 @@ class RunState {
   // From state.resume, before the first window.
   void resume();
 
+  // Before the first window: what a save would take, and whether it can be made.
+  void rehearse();
+
   // Around reading and training a window.
   void open_window();
   void close_window() { in_window_ = false; }

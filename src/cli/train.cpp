@@ -151,6 +151,7 @@ void Run::set_up() {
   loader_ = open_loader(config_, corpora_.train, *group_);
   state_ = std::make_unique<RunState>(config_, *engine_, *loader_, report_, interrupt_);
   state_->resume();
+  state_->rehearse();
 }
 
 StepResult Run::update(std::vector<data::Batch>& window) {

@@ -276,6 +276,11 @@ std::vector<Key<Config>> make_keys() {
           "updates between two saves, into output_dir/state, and one at the end; 0: none"),
       key(POISE_FIELD(state.save_total_limit), integer(0),
           "saves that stay, the newest ones; 0: all"),
+      key(POISE_FIELD(state.keep_every), integer(0),
+          "saves after each n-th update stay besides; 0: none of them"),
+      key(POISE_FIELD(state.rehearse), flag(),
+          "where saves are made, one is tried out before the first update and removed: a full disk "
+          "is told then"),
       key(POISE_FIELD(state.resume), filled_text(),
           "none; auto: from the latest save of output_dir, where there is one; else the path of a "
           "save"),

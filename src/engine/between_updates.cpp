@@ -120,6 +120,7 @@ void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>&
   const auto part = zero::overlap({place.offset, place.offset + place.numel}, mine);
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
   at::NoGradGuard no_grad;
+  impl_->saver.finish_reading();
   for (std::size_t m = 0; m < values.size(); ++m) {
     if (values[m].sizes() != parameter.sizes()) {
       fail("engine", "set_moments('", name, "') got a tensor of shape ", values[m].sizes(),

@@ -187,7 +187,10 @@ std::chrono::milliseconds timeout_of(const config::CommPolicy& policy) {
 }
 
 state::SaverSettings saver_settings(const Config& config, comm::Group& group) {
-  state::SaverSettings settings{timeout_of(config.comm), config.state.staging_bytes};
+  // A save that is waited for needs no more than what is on its way: few tiles, warm in the cache.
+  constexpr std::int64_t kOnItsWay = 8 * static_cast<std::int64_t>(state::kTile);
+  state::SaverSettings settings{timeout_of(config.comm),
+                                config.state.asynchronous ? config.state.staging_bytes : kOnItsWay};
   // Another engine may have saved over this group before.
   if (group.size() > 1) {
     settings.id = group.all_gather_text(state::random_word(), "name of the saves").front();

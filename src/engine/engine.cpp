@@ -224,6 +224,7 @@ void Engine::Gathered::close() {
   if (!engine) return;
   --engine->gathered_scopes;
   engine->guarded([&] {
+    if (writer_) engine->saver.finish_reading();
     const auto flats = engine->table.flats().size();
     for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
       engine->store.share_values(flat, *writer_);
@@ -233,7 +234,10 @@ void Engine::Gathered::close() {
   });
 }
 
-void Engine::refresh(const std::string& name) { impl_->store.refresh(impl_->table.find(name)); }
+void Engine::refresh(const std::string& name) {
+  impl_->saver.finish_reading();
+  impl_->store.refresh(impl_->table.find(name));
+}
 
 at::Tensor Engine::master(const std::string& name) const {
   impl_->refuse_half_an_update();
@@ -244,11 +248,16 @@ at::Tensor Engine::master(const std::string& name) const {
       [&] { return impl_->store.view_of(entry, impl_->store.whole_master(flat)); });
 }
 
+// Not guarded: the ranks tell each other by notes how a save ends, and train on where it failed.
 std::string Engine::save(const std::string& directory, const state::SaveOptions& options) {
-  return impl_->guarded([&] { return impl_->save(directory, options); });
+  return impl_->save(directory, options);
+}
+state::Rehearsal Engine::rehearse_save(const std::string& directory) {
+  return impl_->rehearse_save(directory);
 }
 void Engine::finish_save() { impl_->saver.finish(); }
 state::Loaded Engine::load(const std::string& path, const state::LoadOptions& options) {
+  impl_->check_between_windows("load()");
   return impl_->guarded([&] { return impl_->load(path, options); });
 }
 

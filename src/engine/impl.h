@@ -134,6 +134,8 @@ struct Engine::Impl {
 
   // Between windows; saving.cpp and loading.cpp.
   std::string save(const std::string& directory, const state::SaveOptions& options);
+  state::Rehearsal rehearse_save(const std::string& directory);
+  state::Contents current_contents();
   void check_between_windows(const char* call) const;
   state::Contents contents();
   void add_pieces(std::vector<state::Piece>& pieces);

@@ -123,7 +123,6 @@ void check_optimizer(const state::Saved& saved, const optim::Optimizer& optimize
 }  // namespace
 
 state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptions& options) {
-  check_between_windows("load()");
   if (!options.only.empty() && !options.weights_only) {
     fail("engine",
          "load() of some names only, which would leave the rest of the optimizer behind; "

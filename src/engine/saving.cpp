@@ -47,38 +47,40 @@ state::Contents Engine::Impl::contents() {
 }
 
 void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
-  // What lies in a file passes through memory of the host, outside the device's budget.
-  const auto in_memory = [&](offload::Span& span) {
-    if (const auto here = span.tensor(); here.defined()) return here;
-    const auto copy = offloading.memory().allocate(span.numel(), span.dtype());
-    span.read(0, copy);
-    return copy;
-  };
-  // Elements of a flat that `values` begins with -> this rank's part of each entry in it.
-  const auto add = [&](const std::string& kind, int flat, const at::Tensor& values,
-                       std::int64_t first) {
+  // Elements of a flat that the span, or `values`, begins with -> this rank's part of each entry.
+  enum class Changes { by_anyone, by_engine };
+  const auto add = [&](const std::string& kind, int flat, const offload::SpanPtr& span,
+                       at::Tensor values, std::int64_t first, Changes changes) {
+    if (span) values = span->tensor();
+    // The thread that reads behind the training knows nothing of its CUDA streams.
+    const bool behind =
+        changes == Changes::by_engine && (!values.defined() || values.device().is_cpu());
     for (const int e : table.flats()[static_cast<std::size_t>(flat)].entries) {
       const auto& entry = table.entries()[static_cast<std::size_t>(e)];
       const auto part =
           zero::overlap({entry.offset, entry.offset + entry.numel}, shards.mine(flat));
       if (part.size() == 0) continue;
-      pieces.push_back({kind, entry.name, part.begin - entry.offset,
-                        values.narrow(0, part.begin - first, part.size())});
+      const auto at = part.begin - first;
+      const auto here = values.defined() ? values.narrow(0, at, part.size()) : at::Tensor();
+      pieces.push_back(
+          {kind, entry.name, part.begin - entry.offset, here, span, at, part.size(), behind});
     }
   };
   for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
     if (table.flats()[static_cast<std::size_t>(flat)].trainable) continue;
     const auto& tensors = store.flat(flat);
     const bool split = shards.splits_parameters(flat);
-    add(state::kValue, flat, split ? in_memory(*tensors.shard) : tensors.values,
-        split ? shards.mine(flat).begin : 0);
+    add(state::kValue, flat, split ? tensors.shard : nullptr, tensors.values,
+        split ? shards.mine(flat).begin : 0, Changes::by_anyone);
   }
   for (const auto& kept : optimizer_states.states) {
     const auto first = shards.optimized(kept.flat).begin;
-    add(state::kMaster, kept.flat, in_memory(*kept.master), first);
+    const bool own = store.flat(kept.flat).own_master;  // else they are the parameters themselves
+    add(state::kMaster, kept.flat, kept.master, {}, first,
+        own ? Changes::by_engine : Changes::by_anyone);
     for (std::size_t n = 0; n < kept.moments.size(); ++n) {
-      add(state::moment(static_cast<std::int64_t>(n)), kept.flat, in_memory(*kept.moments[n]),
-          first);
+      add(state::moment(static_cast<std::int64_t>(n)), kept.flat, kept.moments[n], {}, first,
+          Changes::by_engine);
     }
   }
 }
@@ -87,10 +89,22 @@ std::string Engine::Impl::save(const std::string& directory, const state::SaveOp
   check_between_windows("save()");
   at::NoGradGuard no_grad;
   memory::AccountScope scope(ledger, memory::Account::staging);
-  store.notice_edits();
   const auto mode =
       config.state.asynchronous ? state::Saver::Mode::in_background : state::Saver::Mode::wait;
-  return saver.save(directory, contents(), options, mode);
+  return saver.save(directory, current_contents(), options, mode);
+}
+
+state::Rehearsal Engine::Impl::rehearse_save(const std::string& directory) {
+  check_between_windows("rehearse_save()");
+  at::NoGradGuard no_grad;
+  memory::AccountScope scope(ledger, memory::Account::staging);
+  return saver.rehearse(directory, current_contents());
+}
+
+state::Contents Engine::Impl::current_contents() {
+  if (store.has_edits()) saver.finish_reading();
+  store.notice_edits();
+  return contents();
 }
 
 void Engine::Impl::check_between_windows(const char* call) const {

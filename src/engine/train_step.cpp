@@ -32,6 +32,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
          "a window was opened inside gathered(), whose whole parameters no update would reach; "
          "close it first");
   }
+  if (store.has_edits()) saver.finish_reading();
   store.notice_edits();
   gradients.start_window();
   loss_weights.begin_window(counts);
@@ -195,6 +196,7 @@ void Engine::Impl::apply(double factor) {
   AccountScope scope(ledger, Account::other);
   at::NoGradGuard no_grad;
   const auto groups = group_settings();
+  saver.finish_reading();  // masters and moments, from here on
   std::vector<Event> gathers;
   const auto update = [&](optim::Span& span) {
     const auto stats = optimizer->stats(span, groups, factor);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "poise/offload.h"
 #include "state/manifest.h"
 
 namespace poise::state {
@@ -17,16 +18,25 @@ inline constexpr char kMoment[] = "moment";  // fp32
 inline constexpr char kValue[] = "value";    // of a frozen parameter, in the type it is kept in
 inline constexpr char kBuffer[] = "buffer";
 inline constexpr char kRandom[] = "random";  // state of a generator, named by its device
+// Bytes before which wider elements would not lie at a multiple of their size; of no meaning.
+inline constexpr char kPadding[] = "padding";
 
 std::string moment(std::int64_t number);
 
-// Elements [begin, begin + values.numel()) of a named tensor, in the order in which they lie in
-// memory.
+// Elements [begin, begin + numel()) of a named tensor, in the order in which they lie in memory.
 struct Piece {
   std::string kind;
   std::string name;
   std::int64_t begin = 0;
-  at::Tensor values;  // contiguous, any device
+  at::Tensor values;  // contiguous, any device; undefined: they are in `span`, from `first` on
+  offload::SpanPtr span = {};
+  std::int64_t first = 0, in_span = 0;
+  // Nobody but the engine changes them, and it waits: they may be read after save() has returned.
+  bool engine_only = false;
+
+  std::int64_t numel() const { return values.defined() ? values.numel() : in_span; }
+  at::ScalarType type() const { return values.defined() ? values.scalar_type() : span->dtype(); }
+  std::int64_t element_size() const { return static_cast<std::int64_t>(c10::elementSize(type())); }
 };
 
 // The name of a piece's tensor in its file: "master@256:blocks.0.weight".

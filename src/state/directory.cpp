@@ -5,7 +5,6 @@
 #include <cctype>
 #include <cstdio>
 #include <set>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,25 +40,29 @@ std::string stem_of(std::string name) {
   return name;
 }
 
-// Names of whole saves, oldest first: by when they were made, for a run may have gone back to an
-// older one. Damaged ones are said and left out.
-std::vector<std::string> saves_in(const std::string& directory) {
-  using Age = std::tuple<std::int64_t, std::int64_t, std::string>;  // time, updates, name
-  std::vector<Age> ages;
-  std::vector<std::string> saves;
+struct WholeSave {
+  std::int64_t made = 0;  // time
+  std::int64_t updates = 0;
+  std::string name;
+  auto operator<=>(const WholeSave&) const = default;
+};
+
+// Oldest first: by when they were made, for a run may have gone back to an older one. Damaged ones
+// are said and left out.
+std::vector<WholeSave> saves_in(const std::string& directory) {
+  std::vector<WholeSave> saves;
   if (!is_folder(in(directory, "."))) return saves;
   for (const auto& name : names_in(directory)) {
     const auto folder = in(directory, name);
     if (name.front() == '.' || name == kLatest || !is_save(folder)) continue;
     try {
       const auto updates = read_manifest(folder).progress.updates;
-      ages.emplace_back(changed_at(in(folder, kManifest)), updates, name);
+      saves.push_back({changed_at(in(folder, kManifest)), updates, name});
     } catch (const Error& error) {
       log::warning("a save is left out: ", error.what());
     }
   }
-  std::sort(ages.begin(), ages.end());
-  for (auto& age : ages) saves.push_back(std::move(std::get<2>(age)));
+  std::sort(saves.begin(), saves.end());
   return saves;
 }
 
@@ -136,11 +139,13 @@ void commit_folder(const std::string& directory, const std::string& temporary,
   if (is_folder(temporary)) remove_tree(temporary);  // the save of that name before this one
 }
 
-void rotate(const std::string& directory, const std::string& newest, std::int64_t limit) {
+void rotate(const std::string& directory, const std::string& newest, std::int64_t limit,
+            std::int64_t keep_every) {
   if (limit <= 0) return;
   std::vector<std::string> alike;
-  for (const auto& name : saves_in(directory)) {
-    if (name != newest && stem_of(name) == stem_of(newest)) alike.push_back(name);
+  for (const auto& [made, updates, name] : saves_in(directory)) {
+    const bool stays = keep_every > 0 && updates > 0 && updates % keep_every == 0;
+    if (!stays && name != newest && stem_of(name) == stem_of(newest)) alike.push_back(name);
   }
   const auto kept = static_cast<std::size_t>(limit - 1);
   for (std::size_t i = 0; i + kept < alike.size(); ++i) {
@@ -162,12 +167,12 @@ std::string find(const std::string& path) {
   if (is_name && is_save(in(path, latest))) return in(path, latest);
   // Killed between the save and its link.
   const auto saves = saves_in(path);
-  return saves.empty() ? std::string() : in(path, saves.back());
+  return saves.empty() ? std::string() : in(path, saves.back().name);
 }
 
 std::vector<std::string> list(const std::string& directory) {
   std::vector<std::string> paths;
-  for (const auto& save : saves_in(directory)) paths.push_back(in(directory, save));
+  for (const auto& save : saves_in(directory)) paths.push_back(in(directory, save.name));
   return paths;
 }
 

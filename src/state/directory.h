@@ -25,6 +25,8 @@ void commit_folder(const std::string& directory, const std::string& temporary,
                    const std::string& name, Manifest manifest);
 
 // Removes the oldest saves whose names begin as that of `newest` until `limit` are left; 0: none.
-void rotate(const std::string& directory, const std::string& newest, std::int64_t limit);
+// Those after a multiple of `keep_every` updates (0: none) stay and do not count.
+void rotate(const std::string& directory, const std::string& newest, std::int64_t limit,
+            std::int64_t keep_every);
 
 }  // namespace poise::state

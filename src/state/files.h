@@ -63,6 +63,7 @@ bool is_file(const std::string& path);
 bool is_folder(const std::string& path);           // itself, not a link to one
 bool is_there(const std::string& path);            // whatever it is
 std::int64_t changed_at(const std::string& path);  // nanoseconds; 0: it is not there
+std::int64_t free_bytes(const std::string& path);  // of its file system
 void make_folders(const std::string& path);
 void make_folder(const std::string& path);
 std::vector<std::string> names_in(const std::string& folder);     // sorted, without . and ..

@@ -4,6 +4,7 @@
 #include <ftw.h>
 #include <stdio.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -59,6 +60,12 @@ std::int64_t changed_at(const std::string& path) {
   struct stat found {};
   if (::lstat(path.c_str(), &found) != 0) return 0;
   return std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec;
+}
+
+std::int64_t free_bytes(const std::string& path) {
+  struct statvfs found {};
+  if (::statvfs(path.c_str(), &found) != 0) refuse("look at", path);
+  return static_cast<std::int64_t>(found.f_bavail) * static_cast<std::int64_t>(found.f_frsize);
 }
 
 void make_folder(const std::string& path) {

@@ -62,6 +62,7 @@ void Saved::open_shard(std::size_t index) {
   }
   for (const auto& tensor : header.tensors) {
     const auto key = key_from(tensor.name, input.path());
+    if (key.kind == kPadding) continue;
     if (tensor.shape.size() != 1) {
       fail("state", input.path(), " is damaged: '", tensor.name, "' is no run of elements");
     }

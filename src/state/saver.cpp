@@ -39,6 +39,14 @@ std::uint64_t digest_of_values(const std::vector<Piece>& pieces) {
   return digest.value();
 }
 
+void remove_unfinished(const std::string& folder) {
+  try {
+    remove_tree(folder);
+  } catch (const Error& error) {  // the next save tries again
+    log::warning("what is left of a save stays: ", error.what());
+  }
+}
+
 std::string message_of(const std::exception_ptr& reason) {
   try {
     std::rethrow_exception(reason);
@@ -62,13 +70,15 @@ struct Saver::Job {
   std::string directory, name;
   std::string temporary;  // folder that becomes the save
   std::uint64_t buffers_digest = 0;
-  std::int64_t total_limit = 0;
-  std::vector<std::string> earlier;
+  std::int64_t total_limit = 0, keep_every = 0;
+  bool commits = true;     // else the folder goes when all of it is on the disk
+  std::int64_t bytes = 0;  // of all ranks
   Manifest manifest;
   std::optional<Lock> lock;
   std::unique_ptr<ShardWriter> shard;
   std::optional<std::string> error;  // this rank's, before the end
   std::optional<std::string> outcome;
+  Event done;
   std::string final() const { return in(directory, name); }
 };
 
@@ -106,8 +116,8 @@ std::string Saver::hear(const Job& job, const std::string& key) const {
   }
 }
 
-std::string Saver::save(const std::string& directory, const Contents& contents,
-                        const SaveOptions& options, Mode mode) {
+std::shared_ptr<Saver::Job> Saver::new_job(const std::string& directory, const Contents& contents,
+                                           const SaveOptions& options, Mode mode) {
   finish();
   auto job = std::make_shared<Job>();
   job->number = ++saves_;
@@ -117,12 +127,34 @@ std::string Saver::save(const std::string& directory, const Contents& contents,
       options.name.empty() ? default_name(contents.manifest.progress.updates) : options.name;
   check_name(job->name);
   job->total_limit = options.total_limit;
+  job->keep_every = options.keep_every;
   job->manifest = contents.manifest;
   job->manifest.written_by = POISE_VERSION;
   job->manifest.ranks = group_->size();
   job->manifest.cursor = options.cursor;
   job->manifest.user = options.user;
   job->buffers_digest = digest_of_values(contents.buffers);
+  return job;
+}
+
+std::string Saver::save(const std::string& directory, const Contents& contents,
+                        const SaveOptions& options, Mode mode) {
+  const auto job = new_job(directory, contents, options, mode);
+  run(job, contents, options);
+  return job->final();
+}
+
+Rehearsal Saver::rehearse(const std::string& directory, const Contents& contents) {
+  const auto job = new_job(directory, contents, {.name = "rehearsal"}, Mode::wait);
+  job->commits = false;
+  const auto begin = Clock::now();
+  run(job, contents, {});
+  const std::chrono::duration<double> taken = Clock::now() - begin;
+  return {job->bytes, taken.count(), free_bytes(directory)};
+}
+
+void Saver::run(const std::shared_ptr<Job>& job, const Contents& contents,
+                const SaveOptions& options) {
   begin(*job);
   std::exception_ptr reason;
   try {
@@ -132,17 +164,29 @@ std::string Saver::save(const std::string& directory, const Contents& contents,
     job->error = message_of(reason);
   }
   job_ = job;
-  done_ = stream_.submit([this, job] { end(*job); });
+  const auto finish_behind = [this, job] {
+    try {
+      if (!job->error) job->shard->write_rest();
+    } catch (const std::exception& error) {
+      job->error = error.what();
+    }
+    job->done = stream_.submit([this, job] { end(*job); });
+  };
+  if (reason || job->mode == Mode::wait) {
+    read_ = {};
+    finish_behind();
+  } else {
+    read_ = reader_.submit(finish_behind);
+  }
   if (reason) {  // the others have heard; this rank's own exception keeps its type
-    done_.synchronize();
+    job->done.synchronize();
     job_.reset();
     std::rethrow_exception(reason);
   }
-  if (mode == Mode::wait) {
+  if (job->mode == Mode::wait) {
     finish();
     staging_.free_unused();
   }
-  return job->final();
 }
 
 void Saver::begin(Job& job) {
@@ -186,7 +230,9 @@ void Saver::write(Job& job, const Contents& contents, const SaveOptions& options
   job.shard = std::make_unique<ShardWriter>(
       in(job.temporary, shard_name(group_->rank())), staging_, stream_,
       job.mode == Mode::wait ? ShardWriter::DigestBy::caller : ShardWriter::DigestBy::stream);
-  job.shard->write(pieces, options.own);
+  job.shard->write(
+      pieces, options.own,
+      job.mode == Mode::wait ? ShardWriter::EngineOnly::now : ShardWriter::EngineOnly::later);
   if (group_->rank() == 0 && options.extra) options.extra(job.temporary);
 }
 
@@ -213,15 +259,18 @@ void Saver::end(Job& job) const {
         if (shards[rank].front() == kFailed) outcome = shards[rank];
       }
       try {
-        if (outcome.empty()) commit(job, shards);
+        if (outcome.empty()) outcome = std::to_string(commit(job, shards));
       } catch (const std::exception& error) {
         outcome = kFailed + std::string(error.what());
       }
-      if (outcome.empty()) outcome = "whole";
+      if (outcome.front() == kFailed || !job.commits) remove_unfinished(job.temporary);
       say(job, "outcome", outcome);
-      if (outcome.front() == kFailed) remove_tree(job.temporary);
     }
-    if (outcome.front() == kFailed) job.outcome = outcome.substr(1);
+    if (outcome.front() == kFailed) {
+      job.outcome = outcome.substr(1);
+    } else {
+      job.bytes = std::stoll(outcome);
+    }
   } catch (const std::exception& error) {
     job.outcome = error.what();
   }
@@ -229,27 +278,35 @@ void Saver::end(Job& job) const {
   job.shard.reset();
 }
 
-void Saver::commit(const Job& job, const std::vector<std::string>& shards) const {
+std::int64_t Saver::commit(const Job& job, const std::vector<std::string>& shards) const {
   auto manifest = job.manifest;
+  std::uint64_t bytes = 0;
   for (std::size_t rank = 0; rank < shards.size(); ++rank) {
     SavedFile file;
     file.name = shard_name(static_cast<int>(rank));
     file.rank = static_cast<std::int64_t>(rank);
     std::istringstream(shards[rank]) >> file.bytes >> file.digest;
     manifest.files.push_back(file);
+    bytes += file.bytes;
   }
-  commit_folder(job.directory, job.temporary, job.name, std::move(manifest));
-  rotate(job.directory, job.name, job.total_limit);
+  if (job.commits) {
+    commit_folder(job.directory, job.temporary, job.name, std::move(manifest));
+    rotate(job.directory, job.name, job.total_limit, job.keep_every);
+  }
+  return static_cast<std::int64_t>(bytes);
 }
+
+void Saver::finish_reading() { read_.synchronize(); }
 
 void Saver::finish() {
   if (!job_) return;
-  done_.synchronize();
+  finish_reading();
+  job_->done.synchronize();
   check();
 }
 
 void Saver::check() {
-  if (!job_ || !done_.done()) return;
+  if (!job_ || !read_.done() || !job_->done.done()) return;
   const auto job = std::exchange(job_, nullptr);
   if (job->outcome) throw Error(*job->outcome);
 }

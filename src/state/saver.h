@@ -34,18 +34,25 @@ class Saver {
 
   enum class Mode { wait, in_background };
   // All ranks, with the same options. Returns the path of the save, which is whole when it returns,
-  // in the background after finish(). Throws Error, that of the save before too.
+  // in the background after finish(). Throws Error, that of the save before too. In the background
+  // pieces that only the engine changes may be read until finish_reading() has returned.
   std::string save(const std::string& directory, const Contents& contents,
                    const SaveOptions& options, Mode mode);
-  void finish();  // waits for the save in flight
-  void check();   // throws the failure of one that has ended, once
+  // A save, written to its end and removed instead of made; waits.
+  Rehearsal rehearse(const std::string& directory, const Contents& contents);
+  void finish_reading();  // what the save in flight still reads may change from now on
+  void finish();          // waits for the save in flight
+  void check();           // throws the failure of one that has ended, once
 
  private:
   struct Job;
+  std::shared_ptr<Job> new_job(const std::string& directory, const Contents& contents,
+                               const SaveOptions& options, Mode mode);
+  void run(const std::shared_ptr<Job>& job, const Contents& contents, const SaveOptions& options);
   void begin(Job& job);
   void write(Job& job, const Contents& contents, const SaveOptions& options);
   void end(Job& job) const;
-  void commit(const Job& job, const std::vector<std::string>& shards) const;
+  std::int64_t commit(const Job& job, const std::vector<std::string>& shards) const;  // bytes
   void say(const Job& job, const std::string& key, const std::string& text) const;
   std::string hear(const Job& job, const std::string& key) const;
 
@@ -54,8 +61,10 @@ class Saver {
   Staging staging_;
   std::int64_t saves_ = 0;  // begun so far, alike on all ranks
   std::shared_ptr<Job> job_;
-  Event done_;
-  Stream stream_;  // the last member: it ends first
+  Event read_;     // all pieces; and what is left to do is on its way to stream_
+  Stream stream_;  // to the disk
+  Stream
+      reader_;  // of pieces; the last member: it ends first, and drives stream_ while read_ lasts
 };
 
 }  // namespace poise::state

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -15,12 +16,21 @@
 namespace poise::state {
 namespace {
 
-// By as many threads as torch has: a save in the background holds the training up for this long.
-void copy(char* to, const char* from, std::size_t size) {
+// By as many threads as torch has: the training waits for it.
+void copy_fast(char* to, const char* from, std::size_t size) {
   constexpr std::int64_t kGrain = std::int64_t{1} << 20;
   at::parallel_for(0, static_cast<std::int64_t>(size), kGrain, [&](auto begin, auto end) {
     std::memcpy(to + begin, from + begin, static_cast<std::size_t>(end - begin));
   });
+}
+
+// So that the first of `later`, and with it all that follow, lies at a multiple of its element.
+Piece padding_between(const std::vector<Piece>& now, const std::vector<Piece>& later) {
+  std::int64_t bytes = 0, widest = 1;
+  for (const auto& piece : now) bytes += piece.numel() * piece.element_size();
+  for (const auto& piece : later) widest = std::max(widest, piece.element_size());
+  const auto missing = (widest - bytes % widest) % widest;
+  return {kPadding, "", 0, at::zeros({missing}, at::kByte)};
 }
 
 }  // namespace
@@ -36,24 +46,48 @@ ShardWriter::~ShardWriter() {
 }
 
 void ShardWriter::write(const std::vector<Piece>& pieces,
-                        const std::map<std::string, std::string>& metadata) {
-  auto ordered = pieces;  // wide types first: each tensor lies at a multiple of its element's size
-  std::stable_sort(ordered.begin(), ordered.end(), [](const Piece& a, const Piece& b) {
-    return a.values.element_size() > b.values.element_size();
+                        const std::map<std::string, std::string>& metadata,
+                        EngineOnly engine_only) {
+  const auto comes_later = [&](const Piece& piece) {
+    return engine_only == EngineOnly::later && piece.engine_only;
+  };
+  // Wide types first: each tensor lies at a multiple of its element's size.
+  auto now = pieces;
+  std::stable_sort(now.begin(), now.end(), [](const Piece& a, const Piece& b) {
+    return a.element_size() > b.element_size();
   });
+  const auto later = std::stable_partition(now.begin(), now.end(),
+                                           [&](const Piece& piece) { return !comes_later(piece); });
+  rest_.assign(later, now.end());
+  now.erase(later, now.end());
+  if (!rest_.empty()) {
+    if (const auto padding = padding_between(now, rest_); padding.numel() > 0) {
+      now.push_back(padding);
+    }
+  }
   std::vector<TensorEntry> entries;
-  for (const auto& piece : ordered) {
-    entries.push_back({key_of(piece), piece.values.scalar_type(), {piece.values.numel()}, 0, 0});
+  for (const auto* some : {&now, &rest_}) {
+    for (const auto& piece : *some) {
+      entries.push_back({key_of(piece), piece.type(), {piece.numel()}, 0, 0});
+    }
   }
   const auto header = write_header(entries, metadata);
   append(header.data(), header.size());
-  for (const auto& piece : ordered) append(piece.values);
-  if (filled_ > 0) submit();
+  for (const auto& piece : now) append(piece);
+  if (rest_.empty() && filled_ > 0) submit();
+}
+
+void ShardWriter::write_rest() {
+  if (rest_.empty()) return;
+  wait_ = Staging::Wait::plain;
+  for (const auto& piece : rest_) append(piece);
+  rest_.clear();
+  submit();
 }
 
 char* ShardWriter::room(std::size_t& size) {
   if (tile_ && filled_ == kTile) submit();
-  if (!tile_) tile_ = staging_.take();
+  if (!tile_) tile_ = staging_.take(wait_);
   size = std::min(size, kTile - filled_);
   char* place = tile_->data + filled_;
   filled_ += size;
@@ -64,13 +98,34 @@ void ShardWriter::append(const char* bytes, std::size_t size) {
   while (size > 0) {
     auto length = size;
     char* place = room(length);  // may be less
-    copy(place, bytes, length);
+    if (wait_ == Staging::Wait::interruptible) {
+      copy_fast(place, bytes, length);
+    } else {
+      std::memcpy(place, bytes, length);  // the training has the other cores
+    }
     bytes += length;
     size -= length;
   }
 }
 
-void ShardWriter::append(const at::Tensor& flat) {
+void ShardWriter::append(const Piece& piece) {
+  piece.values.defined() ? append_tensor(piece.values) : append_span(piece);
+}
+
+// From a file, for example: tile by tile, never whole.
+void ShardWriter::append_span(const Piece& piece) {
+  const auto element = static_cast<std::size_t>(piece.element_size());
+  for (std::int64_t at = 0; at < piece.in_span;) {
+    auto length = static_cast<std::size_t>(piece.in_span - at) * element;
+    char* place = room(length);
+    POISE_CHECK(length % element == 0, length, ' ', element);
+    const auto count = static_cast<std::int64_t>(length / element);
+    piece.span->read(piece.first + at, at::from_blob(place, {count}, piece.type()));
+    at += count;
+  }
+}
+
+void ShardWriter::append_tensor(const at::Tensor& flat) {
   POISE_CHECK(flat.is_contiguous());
   if (flat.is_cpu()) {
     return append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());

@@ -1,4 +1,4 @@
-// Writes one rank's shard: copied here into tiles, written by a stream.
+// Writes one rank's shard: copied into tiles by the caller, written by a stream.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,12 @@ class ShardWriter {
   ShardWriter(std::string path, Staging& staging, Stream& stream, DigestBy digest_by);
   ~ShardWriter();
 
-  // The whole file. When it returns the tensors have been read for the last time.
-  void write(const std::vector<Piece>& pieces, const std::map<std::string, std::string>& metadata);
+  // The file but for the pieces that only the engine changes, where they may come `later`. What is
+  // written has been read for the last time when a call returns.
+  enum class EngineOnly { now, later };
+  void write(const std::vector<Piece>& pieces, const std::map<std::string, std::string>& metadata,
+             EngineOnly engine_only);
+  void write_rest();  // from any thread
 
   // On the stream, after everything: the file is on the disk. Throws Error where it is not.
   SavedFile finish();
@@ -39,7 +43,9 @@ class ShardWriter {
     std::optional<std::string> error;
   };
   void append(const char* bytes, std::size_t size);
-  void append(const at::Tensor& flat);
+  void append(const Piece& piece);
+  void append_tensor(const at::Tensor& flat);
+  void append_span(const Piece& piece);
   char* room(std::size_t& size);  // in the present tile, up to `size` bytes; now taken
   void submit();
 
@@ -49,6 +55,8 @@ class ShardWriter {
   std::shared_ptr<File> file_;  // the stream's
   std::optional<Staging::Tile> tile_;
   std::size_t filled_ = 0;
+  std::vector<Piece> rest_;
+  Staging::Wait wait_ = Staging::Wait::interruptible;
 };
 
 }  // namespace poise::state

@@ -21,7 +21,7 @@ Staging::Tile Staging::make() {
   return tile;
 }
 
-Staging::Tile Staging::take() {
+Staging::Tile Staging::take(Wait wait) {
   std::unique_lock lock(mutex_);
   if (unused_.empty() && made_ < limit_) {
     try {
@@ -32,7 +32,12 @@ Staging::Tile Staging::take() {
       if (made_ < 2) throw;  // with two the save goes on, slower
     }
   }
-  interruptible_wait(returned_, lock, [&] { return !unused_.empty(); });
+  const auto is_back = [&] { return !unused_.empty(); };  // each tile is: written or given up
+  if (wait == Wait::interruptible) {
+    interruptible_wait(returned_, lock, is_back);
+  } else {
+    returned_.wait(lock, is_back);
+  }
   auto tile = std::move(unused_.back());
   unused_.pop_back();
   return tile;

@@ -27,7 +27,9 @@ class Staging {
     at::Tensor memory;
     char* data = nullptr;  // kTile bytes, aligned for writes past the page cache
   };
-  Tile take();
+  // The thread that runs the training looks for Ctrl-C while it waits; others must not.
+  enum class Wait { interruptible, plain };
+  Tile take(Wait wait);
   void give_back(Tile tile);  // from any thread
   void free_unused();
 

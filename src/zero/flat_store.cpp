@@ -221,6 +221,14 @@ at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
                          flat.storage_offset() + place.offset);
 }
 
+bool FlatStore::has_edits() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (shards_.splits_parameters(table_.entries()[i].flat)) continue;
+    if (parameters_[i]._version() != versions_[i]) return true;
+  }
+  return false;
+}
+
 void FlatStore::notice_edits() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& entry = table_.entries()[i];

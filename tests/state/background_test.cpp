@@ -6,6 +6,7 @@
 #include <csignal>
 
 #include "state/files.h"
+#include "state/safetensors.h"
 #include "state/training.h"
 
 namespace poise {
@@ -53,25 +54,152 @@ struct Trained {
   }
 };
 
-// With operations of the background at random times.
-TEST(Background, SavesWhatWasThereWhenItBegan) {
+// With operations of the background at random times: updates, edits of parameters and of moments
+// come while the save still reads.
+void expect_what_was_there(Config config) {
   const TempFolder folder;
   Stream::set_test_delay(5, 2000);
-  Trained waits(test::adamw_config()), goes_on(behind());
-  for (int update = 0; update < 6; ++update) {
+  Trained waits(config);
+  config.state.asynchronous = true;
+  Trained goes_on(config);
+  const auto change = [](Trained& run, int update) {
+    const auto [name, parameter] = run.model.slots().front();
+    if (update % 3 == 1) {
+      const at::NoGradGuard no_grad;
+      parameter->mul_(1.5);
+    }
+    if (update % 3 == 2) {
+      auto moments = run.engine.moments(name);
+      for (auto& moment : moments) moment = moment * 0.5;
+      run.engine.set_moments(name, moments);
+    }
+  };
+  for (int update = 0; update < 9; ++update) {
     const auto name = std::to_string(update);
     waits.engine.save(folder / "waits", {.name = name});
     goes_on.engine.save(folder / "behind", {.name = name});
+    change(waits, update);
+    change(goes_on, update);
     const auto a = waits.step(update), b = goes_on.step(update);  // the save is in flight
     EXPECT_EQ(a.loss, b.loss);
   }
   goes_on.engine.finish_save();
   Stream::set_test_delay(0, 0);
-  for (int update = 0; update < 6; ++update) {
+  for (int update = 0; update < 9; ++update) {
     const auto name = "/" + std::to_string(update);
     EXPECT_EQ(state::differences(folder / "waits" + name, folder / "behind" + name),
               std::vector<std::string>{});
   }
+}
+
+TEST(Background, SavesWhatWasThereWhenItBegan) { expect_what_was_there(test::adamw_config()); }
+
+TEST(Background, SavesMastersThatWereThereWhenItBegan) {
+  auto config = test::adamw_config();
+  config.precision.dtype = config.precision.parameters = config::DType::bf16;
+  expect_what_was_there(config);
+}
+
+TEST(Background, SavesStatesInAFileThatWereThereWhenItBegan) {
+  auto config = test::adamw_config();
+  config.precision.dtype = config.precision.parameters = config::DType::bf16;
+  config.offload.optimizer = config::Offload::file;
+  config.offload.directory = ::testing::TempDir();
+  expect_what_was_there(config);
+}
+
+// What is read later lies behind narrower types in the file, at a multiple of its own size.
+TEST(Background, LiesAlignedInItsFile) {
+  const TempFolder folder;
+  const auto weight = test::normal({7}, 1).requires_grad_();
+  const auto odd = at::ones({3}, at::kByte);
+  Engine engine({{{"w", weight}}, {{"odd", odd}}, {}}, behind());
+  engine.step(1, [&](std::size_t) { return Loss::sum(weight.square().sum(), 1); });
+  const auto save = engine.save(folder.path());
+  engine.finish_save();
+  const state::InputFile file(save + "/rank-00000.safetensors");
+  const auto header = state::read_header(file);
+  int floats = 0;
+  for (const auto& tensor : header.tensors) {
+    if (tensor.type != at::kFloat) continue;
+    ++floats;
+    EXPECT_EQ((header.data_begin + tensor.begin) % sizeof(float), 0u) << tensor.name;
+  }
+  EXPECT_EQ(floats, 3);
+  const auto before = engine.moments("w")[1].clone();
+  engine.step(1, [&](std::size_t) { return Loss::sum(weight.sum(), 1); });
+  engine.load(save);
+  EXPECT_TRUE(at::equal(engine.moments("w")[1], before));
+}
+
+// It goes on training after a save that failed, on every rank.
+TEST(Background, AFailedSaveEndsNoGroup) {
+  const TempFolder folder;
+  state::make_folder(folder / "update-00000001");
+  folder.write("update-00000001/thesis.txt", "years of work");
+  testing::on_ranks(2,
+                    [&](std::shared_ptr<comm::Group> group) {
+                      Trained run(test::adamw_config(2), group);
+                      run.step(0);
+                      const auto message = message_of([&] { run.engine.save(folder.path()); });
+                      EXPECT_NE(message.find("is no save"), std::string::npos) << message;
+                      run.step(1);
+                      run.engine.save(folder.path());
+                    },
+                    {.timeout = std::chrono::seconds(60)});
+  EXPECT_EQ(state::list(folder.path()), std::vector<std::string>{folder / "update-00000002"});
+}
+
+TEST(Background, ARefusedSaveLeavesTheOpenWindow) {
+  const TempFolder folder;
+  auto config = test::adamw_config();
+  config.batch.accumulation = 2;
+  Trained run(config), undisturbed(config);
+  const auto half = [](Trained& one, int batch) {
+    const auto tokens = test::make_tokens(3, static_cast<std::uint64_t>(batch));
+    auto scope = std::make_optional(one.engine.forward_scope());
+    const auto loss = Loss::sum(one.model.loss_sum(tokens), test::counted(tokens));
+    scope.reset();
+    one.engine.backward(loss);
+  };
+  for (auto* one : {&run, &undisturbed}) half(*one, 1);
+  EXPECT_NE(message_of([&] { run.engine.save(folder.path()); }).find("open window"),
+            std::string::npos);
+  for (auto* one : {&run, &undisturbed}) half(*one, 2);
+  EXPECT_EQ(run.engine.step(Last::yes).loss, undisturbed.engine.step(Last::yes).loss);
+}
+
+TEST(Rehearsal, SaysWhatASaveTakesAndLeavesNothing) {
+  const TempFolder folder;
+  testing::on_ranks(
+      2,
+      [&](std::shared_ptr<comm::Group> group) {
+        Trained run(test::adamw_config(1), group);
+        const auto rehearsal = run.engine.rehearse_save(folder / "saves");
+        EXPECT_EQ(state::list(folder / "saves"), std::vector<std::string>{});
+        EXPECT_GT(rehearsal.free_bytes, rehearsal.bytes);
+        group->barrier("rehearsed");
+        const auto save = run.engine.save(folder / "saves");
+        group->barrier("saved");
+        std::int64_t bytes = 0;
+        for (const auto* name : {"/rank-00000.safetensors", "/rank-00001.safetensors"})
+          bytes += static_cast<std::int64_t>(state::InputFile(save + name).size());
+        EXPECT_EQ(rehearsal.bytes, bytes);
+      },
+      {.timeout = std::chrono::seconds(60)});
+}
+
+TEST(Rehearsal, FailsWhereASaveWould) {
+  const TempFolder folder;
+  Trained run(test::adamw_config());
+  {
+    const FullDisk full(1000);
+    EXPECT_NE(message_of([&] { run.engine.rehearse_save(folder.path()); }).find("cannot write"),
+              std::string::npos);
+  }
+  EXPECT_EQ(state::names_in(folder.path()).size(), 1u);  // the lock
+  run.step(0);
+  run.engine.save(folder.path());
 }
 
 TEST(Background, IsFinishedByTheDestructor) {

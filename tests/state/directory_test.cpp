@@ -92,6 +92,18 @@ TEST(Directory, KeepsTheNewestAndNoOther) {
       (std::vector<std::string>{".lock", "best", "latest", "update-00000003", "update-00000004"}));
 }
 
+TEST(Directory, KeepsEveryNthBesides) {
+  const TempFolder folder;
+  Trained run;
+  for (int i = 0; i < 8; ++i) {
+    run.engine.save(folder.path(), {.total_limit = 2, .keep_every = 3});
+    run.step();
+  }
+  EXPECT_EQ(state::names_in(folder.path()),
+            (std::vector<std::string>{".lock", "latest", "update-00000003", "update-00000005",
+                                      "update-00000006", "update-00000007"}));
+}
+
 // A newest save that says fewer updates (the run was begun anew) is still the one that stays.
 TEST(Directory, NeverRemovesWhatItHasJustMade) {
   const TempFolder folder;

@@ -169,10 +169,12 @@ TEST(Resume, AsksForAClosedWindow) {
     const auto scope = engine.forward_scope();
     engine.backward(test::mean_loss(model, test::make_batch(4, 1)));
   }
-  EXPECT_NE(testing::message_of([&] { engine.save(folder.path()); }).find("open window of 1"),
-            std::string::npos);
-  EXPECT_NE(testing::message_of([&] { engine.load(folder.path()); }).find("no whole save"),
-            std::string::npos);  // the window was discarded with the failure
+  for (int i = 0; i < 2; ++i) {  // what is refused leaves the window open
+    EXPECT_NE(testing::message_of([&] { engine.save(folder.path()); }).find("open window of 1"),
+              std::string::npos);
+    EXPECT_NE(testing::message_of([&] { engine.load(folder.path()); }).find("open window of 1"),
+              std::string::npos);
+  }
 }
 
 }  // namespace

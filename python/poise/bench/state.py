@@ -17,6 +17,7 @@ from poise.bench.optimizer import _time as timed
 
 PARAMETERS, BLOCK = 90_000_000, 1_000_000  # masters and two moments: 1.08 GB
 TILE = 4 << 20
+WINDOW = 8  # micro-batches of the update beside an asynchronous save
 SHM = Path("/dev/shm")
 
 
@@ -152,17 +153,33 @@ def save_and_load(numel: int = PARAMETERS, repeats: int = 3, folder: str = ".") 
 
 
 def async_stall(numel: int = PARAMETERS, repeats: int = 3, folder: str = ".") -> Iterator[dict]:
-    """How long an asynchronous save holds the training up, over how long a save takes."""
+    """How long an asynchronous save holds the training up, over how long a save takes.
+
+    What it holds up: the call, and the next update, which waits for what the save has not read yet.
+    How much longer the whole step takes while the save is written is printed beside it.
+    """
     waits, behind = _Ours(numel), _Ours(numel, asynchronous=True)
-    seconds: dict[str, list[float]] = {"save": [], "stall": []}
+    window = [None] * WINDOW
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("save", "call", "update", "update_in_save", "step", "step_in_save")
+    }
     with tempfile.TemporaryDirectory(dir=folder, prefix="poise-bench-") as name:
         for repeat in range(repeats + 1):
-            for key, ours in (("save", waits), ("stall", behind)):
-                shutil.rmtree(Path(name) / key, ignore_errors=True)
-                os.sync()
-                elapsed = timed(lambda o=ours, k=key: o.engine.save(Path(name) / k, name="one"))
-                ours.engine.finish_save()
-                if repeat > 0:  # the first one makes the staging memory
-                    seconds[key].append(elapsed)
+            shutil.rmtree(Path(name), ignore_errors=True)
+            Path(name).mkdir()
+            os.sync()
+            took = {"save": timed(lambda: waits.engine.save(Path(name) / "waits", name="one"))}
+            os.sync()
+            alone = behind.engine.step(window, behind.model.loss)
+            folder_behind = Path(name) / "behind"
+            took["call"] = timed(lambda f=folder_behind: behind.engine.save(f, name="one"))
+            busy = behind.engine.step(window, behind.model.loss)
+            behind.engine.finish_save()
+            took |= {"update": alone.update_seconds, "update_in_save": busy.update_seconds}
+            took |= {"step": alone.total_seconds, "step_in_save": busy.total_seconds}
+            if repeat > 0:  # the first one makes the staging memory
+                for key, value in took.items():
+                    seconds[key].append(value)
     s = {key: statistics.median(values) for key, values in seconds.items()}
-    yield _figure("async_stall", s["stall"] / s["save"], 0.1, "lower", s)
+    stall = s["call"] + max(0.0, s["update_in_save"] - s["update"])
+    yield _figure("async_stall", stall / s["save"], 0.1, "lower", s, micro_batches=WINDOW)
