@@ -31,8 +31,8 @@ __all__: list[str] = [
     "OptimizerFlats",
     "Permutation",
     "Place",
-    "RunPrediction",
     "Rehearsal",
+    "RunPrediction",
     "Sampler",
     "Snapshot",
     "StepResult",
@@ -384,6 +384,17 @@ class LoadedState:
     @property
     def user(self) -> dict[str, str]: ...
 
+class Rehearsal:
+    """
+    What a save would take.
+    """
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
 class RunPrediction:
     """
     What a published run of another framework holds and how fast it is, predicted.
@@ -415,16 +426,6 @@ class RunPrediction:
         """
         Of each device.
         """
-class Rehearsal:
-    """
-    What a save would take.
-    """
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 class StepResult:
     """

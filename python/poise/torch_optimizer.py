@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("poise")
 
+
 @contextlib.contextmanager
 def left_out_frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Parameters that no group holds would never change: they need no gradient either. Around what

@@ -242,7 +242,14 @@ def held(folder):
     return digests
 
 
-CASES = {"held": held, "grid": grid, "uneven": uneven, "shapes": shapes, "between": between, "many": many}
+CASES = {
+    "held": held,
+    "grid": grid,
+    "uneven": uneven,
+    "shapes": shapes,
+    "between": between,
+    "many": many,
+}
 
 
 def main(name, folder):

@@ -162,9 +162,7 @@ OWN = {"optimizer": {"lr": 0.05, "weight_decay": 0.0, "max_grad_norm": 1.0}}
 
 
 def close(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), b in zip(
-        ours.state_dict().items(), theirs.state_dict().values(), strict=True
-    ):
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, msg=name, rtol=1e-4, atol=1e-5)
 
 

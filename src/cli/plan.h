@@ -14,9 +14,9 @@ struct PlanArguments {
   std::string gpus;   // "8xH100-80GB"
   std::int64_t sequence = 0;
   std::int64_t global_batch = 0;
-  std::int64_t micro_batch = 0;  // 0: searched
-  std::string memory;            // "20GiB"; empty: what the device has
-  std::string precision;         // bf16, bf16-autocast, fp32
+  std::int64_t micro_batch = 0;   // 0: searched
+  std::string memory;             // "20GiB"; empty: what the device has
+  std::string precision;          // bf16, bf16-autocast, fp32
   std::vector<std::string> runs;  // tables of published runs, to predict instead
   bool json = false;
 };
