@@ -67,12 +67,12 @@ class MeanLoss:
     """The mean over the counted tokens of many batches, and how fast they went.
 
     Attributes:
-      rows: of each batch the sum of its losses and its count.
+      rows: of each batch the sum of its losses and its count, and those of further terms.
     """
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
-        self.rows: list[tuple[float, float]] = []
+        self.rows: list[tuple[float, ...]] = []
 
     def add(self, loss: Loss) -> None:
         """A fully masked batch has a mean of NaN and counts for nothing."""
@@ -80,18 +80,22 @@ class MeanLoss:
             loss.value.numel() if loss.kind == "per_token" and loss.count is None else loss.count
         )
         count = 1.0 if count is None else float(count)
-        if count == 0:
-            self.rows.append((0.0, 0.0))
-            return
-        value = float(loss.value.double().sum())
-        self.rows.append((value * count if loss.kind == "mean" else value, count))
+        row = (0.0, 0.0)
+        if count > 0:
+            value = float(loss.value.double().sum())
+            row = (value * count if loss.kind == "mean" else value, count)
+        for term in loss.terms:  # means with counts of their own
+            count = float(term.count)
+            row += (float(term.value.double()) * term.weight * count if count else 0.0, count)
+        self.rows.append(row)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """By name; raises Error where nothing was counted."""
-        total, tokens = 0.0, 0.0
-        for value, count in self.rows:
-            total += value
-            tokens += count
+        sums = [0.0] * max((len(row) for row in self.rows), default=2)
+        for row in self.rows:
+            for i, value in enumerate(row):
+                sums[i] += value
+        tokens = sums[1]
         if tokens == 0:
             raise Error(
                 "[trainer] the evaluation counted no token; its data is empty, or every label is "
@@ -99,7 +103,7 @@ class MeanLoss:
             )
         seconds = self.seconds()
         return {
-            f"{prefix}_loss": total / tokens,
+            f"{prefix}_loss": sum(a / n for a, n in zip(sums[::2], sums[1::2], strict=True) if n),
             f"{prefix}_tokens": tokens,
             f"{prefix}_runtime": seconds,
             f"{prefix}_tokens_per_second": tokens / seconds,

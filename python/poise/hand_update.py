@@ -3,7 +3,7 @@ or a callback wants to be called before its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def step(
     training_step: Callable[[Any], torch.Tensor],
     loss_fn: Callable[[Any], Loss],
     log: RunLog,
+    counts: Sequence[float] = (),
 ) -> StepResult | None:
     """The update; None where a callback asked to leave run or epoch between two micro-batches.
 
@@ -41,9 +42,12 @@ def step(
       training_step: forward and backward of a micro-batch.
       loss_fn: finds the cause of a loss that is not finite.
       log: calls the callbacks.
+      counts: of the window, of a loss with several terms.
     """
     left = False
     try:
+        if counts:
+            engine.begin_window(counts)
         for number, batch in enumerate(window):
             if number > 0:
                 log.event("on_substep_end")

@@ -14,6 +14,7 @@ from poise._C import Error
 from poise.data import count_targets
 from poise.labels import counted_in, labels_in, names_of, without_labels
 from poise.loss import Count, Loss, as_loss
+from poise.two_part_loss import TwoPartLoss
 
 logger = logging.getLogger("poise")
 
@@ -41,13 +42,28 @@ class ModelCall:
         self._model = model
         self.label_names = tuple(names_of(model) if label_names is None else label_names)
         self._compute_loss = compute_loss_func
+        self._parts = None if compute_loss_func is not None else TwoPartLoss.of(model)
         self._takes_items = _takes(compute_loss_func, "num_items_in_batch")
         self.came_counted = False  # the last loss said what it is a sum or a mean over
         self.shift_labels = _shifts(model) if shift_labels is None else shift_labels
 
     def __call__(self, batch: Any) -> Loss:
-        loss, _ = self.loss_and_outputs(batch)
-        return self._counted(loss, batch)
+        loss, outputs = self.loss_and_outputs(batch)
+        return self._weighed(loss, outputs, batch)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its losses have two counts."""
+        return self._parts is not None
+
+    def window_counts(self, window: Sequence[Any]) -> list[int]:
+        """Of losses with two counts: this rank's counts of a window; empty where there is one."""
+        if self._parts is None:
+            return []
+        seconds = [self._parts.count(batch) for batch in window]
+        if None in seconds:
+            return []
+        return [sum(int(self.count(batch)) for batch in window), sum(seconds)]
 
     def predict(self, batch: Any, with_loss: bool = False) -> tuple[Loss | None, Any, Any]:
         """(loss, outputs without it, labels) of a batch.
@@ -60,9 +76,10 @@ class ModelCall:
         if labels is None and not with_loss:
             return None, call_model(self._model, batch), None
         loss, outputs = self.loss_and_outputs(batch)
+        all_outputs = outputs
         if self._compute_loss is None and isinstance(outputs, (tuple, list)):
             outputs = outputs[1:]  # the first one is the loss
-        return self._counted(loss, batch), outputs, labels
+        return self._weighed(loss, all_outputs, batch), outputs, labels
 
     def count(self, batch: Any) -> Count:
         """Labels that count, without waiting for the device; without labels: samples."""
@@ -78,6 +95,10 @@ class ModelCall:
             if reason := _out_of_range(self._model, batch, self.label_names):
                 raise Error(f"[trainer] {reason}") from error
             raise
+
+    def _weighed(self, loss: Loss, outputs: Any, batch: Any) -> Loss:
+        loss = self._counted(loss, batch)
+        return loss if self._parts is None else self._parts.split(loss, outputs, batch)
 
     def _counted(self, loss: Loss, batch: Any) -> Loss:
         self.came_counted = loss.count is not None or loss.kind != "mean"
@@ -194,7 +215,8 @@ def _is_causal(model: nn.Module) -> bool:
     name = type(model).__name__
     if "ForConditionalGeneration" in name:  # text after an image, or by a decoder of its own
         return not getattr(getattr(model, "config", None), "is_encoder_decoder", True)
-    return "CausalLM" in name or "LMHead" in name
+    # Not a head of a masked model, as AlbertMLMHead or RobertaLMHead.
+    return "CausalLM" in name or "LMHeadModel" in name
 
 
 def _takes(function: Callable[..., Any] | None, name: str) -> bool:

@@ -56,6 +56,7 @@ from poise.trainer_hooks import TrainerHooks
 from poise.trainer_optimizer import TorchOptimizer
 from poise.trainer_saving import TrainerSaves
 from poise.training_arguments import TrainingArguments
+from poise.two_part_loss import whole
 from poise.update import step
 
 
@@ -446,11 +447,17 @@ class Trainer(TrainerHooks):
         if self._torch is not None:
             self._torch.before_update()
 
+        counts: list[int] = []
+        if self._loss_of is self._call and self._call.has_parts:
+            counts = ranks.sums_of(self._group, self._call.window_counts(window))
+
         def run(batches: list[Any]) -> StepResult | None:
             if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
-                return hand_update.step(self.engine, batches, self._training_step, self._loss, log)
+                return hand_update.step(
+                    self.engine, batches, self._training_step, self._loss, log, counts
+                )
             loss_fn = log.utilization.around(self._loss)
-            return step(self.engine, batches, loss_fn, update == 1, log.note, log.last_save)
+            return step(self.engine, batches, loss_fn, update == 1, log.note, log.last_save, counts)
 
         result = run(window) if self._halving is None else self._halving(window, run)
         if result is None:
@@ -475,7 +482,12 @@ class Trainer(TrainerHooks):
 
     def _find_balance(self) -> Balance:
         found = trainer_balance.find(
-            self.engine, self.args, self.train_dataset, self._collate(), self._call, self._loss
+            self.engine,
+            self.args,
+            self.train_dataset,
+            self._collate(),
+            self._call,
+            self._whole_loss,
         )
         chosen = found.chosen
         policy = self.engine.checkpointing
@@ -494,6 +506,10 @@ class Trainer(TrainerHooks):
 
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(trainer_data.to_device(batch, self.args.device))
+
+    def _whole_loss(self, batch: Any) -> Loss:
+        loss = self._loss(batch)
+        return whole(loss) if loss.terms else loss
 
     def _evaluated_loss(self, batch: Any) -> Loss:
         loss = self._loss(batch)

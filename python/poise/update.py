@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from poise import banner, model_view, nonfinite
@@ -18,6 +18,7 @@ def step(
     first: bool,
     note: Callable[[str], None],
     last_save: str = "",
+    counts: Sequence[float] = (),
 ) -> StepResult:
     """The update; one that is stopped over a non-finite loss says where that comes from.
 
@@ -27,12 +28,14 @@ def step(
       loss_fn: the loss of one, with its count.
       first: of the run: then `note` gets a line about the attention kernels that torch chose.
       note: takes a line of text.
+      counts: of the window, of a loss with several terms.
       last_save: the path that a run which stops can go on from; empty: there is none.
     """
     probe = banner.AttentionProbe()
     watched = first and not model_view.is_compiled(engine.model)
     with nonfinite.explained(engine, window, loss_fn, last_save):
-        result = engine.step(window, probe.around(loss_fn) if watched else loss_fn)
+        loss_fn = probe.around(loss_fn) if watched else loss_fn
+        result = engine.step(window, loss_fn, counts=counts)
     if line := probe.line():
         note(line)
     return result

@@ -152,6 +152,29 @@ def test_a_wrapper_counts_as_the_model_in_it(name, tmp_path, caplog):
     assert ("shift_labels=False says otherwise" in caplog.text) == (name == "llama")
 
 
+@pytest.mark.parametrize("kind", ["Roberta", "Albert"])
+def test_a_masked_model_counts_every_label_although_a_module_of_it_is_called_lm_head(
+    kind, tmp_path
+):
+    sizes = {
+        "vocab_size": hf_models.VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    rows, seen = causal_rows(8), []
+    for size in (1, 8):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind}ForMaskedLM")(config)
+        args = arguments(
+            tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size
+        )
+        trainer = poise.Trainer(model, args, train_dataset=rows)
+        trainer.train()
+        seen.append(losses(trainer))
+    assert seen[1] == pytest.approx(seen[0], rel=1e-6)
+
+
 class Renamed(nn.Module):
     """A causal model whose labels have a name of their own, which shifts them itself."""
 
