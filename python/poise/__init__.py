@@ -28,6 +28,7 @@ from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
 from poise.own_loop import wrap  # noqa: E402
 from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
+from poise.samples import Samples  # noqa: E402
 from poise.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
 from poise.status import Status  # noqa: E402
 from poise.thin_faces import (  # noqa: E402
@@ -53,6 +54,7 @@ __all__ = [
     "Loss",
     "MixedPrecisionTrainer",
     "PredictionOutput",
+    "Samples",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "Status",

@@ -60,7 +60,7 @@ class TrainerCallback:
     """Override what you need; every event gets (args, state, control, **details).
 
     Details of all events: model, processing_class, optimizer, lr_scheduler, train_dataloader,
-    eval_dataloader. Where nobody gave an optimizer, it and the scheduler are views of the engine's,
+    eval_dataloader, and within a run run_log (poise.run_log.RunLog). Where nobody gave an optimizer, it and the scheduler are views of the engine's,
     which can be read (poise.engine_view). Callbacks of transformers are called the same way; one that returns a control
     object replaces the flags.
     """

@@ -90,6 +90,7 @@ def page(lines: list[dict[str, Any]], title: str) -> str:
             parts.append(f"<h2>{name}</h2>{curve(points, marks, key)}")
     parts += [_memory(lines), _plan(lines)]
     parts.append("<h2>Events</h2>" + (_event_list(events) or "<p>none</p>"))
+    parts.append(_samples(lines))
     body = "\n".join(parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -186,6 +187,16 @@ def _plan(lines: list[dict[str, Any]]) -> str:
             rows.append((name, format_bytes(int(a)), format_bytes(int(b)), off))
     head = ("account", "planned", "measured", "")
     return f"<h2>Plan against measured, at the peak of update 1</h2>{_table(rows, head)}"
+
+
+def _samples(lines: list[dict[str, Any]]) -> str:
+    """What the model said, the latest first."""
+    told = [(line["step"], text) for line in lines for text in line.get("samples", ())]
+    rows = (
+        f"<tr><th>update {step:g}</th><td>{html.escape(str(text))}</td></tr>"
+        for step, text in reversed(told)
+    )
+    return f"<h2>Samples</h2><table>{''.join(rows)}</table>" if told else ""
 
 
 def _events(lines: list[dict[str, Any]]) -> list[tuple[float, str]]:

@@ -142,7 +142,7 @@ class RunLog:
         return due
 
     def event(self, name: str, **details: Any) -> None:
-        details = {**self._details, **details}
+        details = {**self._details, "run_log": self, **details}
         callbacks.call(self._listeners, name, self._args, self.state, self.control, **details)
 
     def update(self, result: StepResult) -> None:
@@ -186,6 +186,13 @@ class RunLog:
         """Bytes by account at the peak, as planned and as they were, into the metrics file."""
         plan = {"predicted": predicted, "measured": measured}
         self._metrics.write({"step": self.state.global_step, "plan": plan})
+
+    def samples(self, texts: list[str]) -> None:
+        """What the model says now, for people and into the metrics file."""
+        step = self.state.global_step
+        for text in texts:
+            self.note(f"update {step}/{self.state.max_steps}  sample: {text}")
+        self._metrics.write({"step": step, "samples": texts})
 
     def end(self) -> dict[str, float]:
         """The run's last line, as transformers logs it before on_train_end; the metrics of train()."""

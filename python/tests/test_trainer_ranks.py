@@ -48,6 +48,15 @@ def test_rates_are_those_of_one_rank(ranks, alone):
     assert alone["rates"] == pytest.approx([1e-2 * (UPDATES - i) / UPDATES for i in range(UPDATES)])
 
 
+def test_samples_are_of_the_whole_model(ranks):
+    folder, said = ranks[1], []
+    for stage in (2, 3):
+        lines = [line for line in lines_of(folder / f"stage{stage}") if "samples" in line]
+        assert [line["step"] for line in lines] == [4]
+        said.append(lines[0]["samples"])
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks, step):
     # accelerate 4195, 3996: the place in the data came back, its order did not.

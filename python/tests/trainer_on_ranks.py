@@ -110,6 +110,14 @@ class Watches(poise.TrainerCallback):
         self.seen["evals"].append(details["metrics"]["eval_loss"])
 
 
+def say(model):
+    """Of the whole model: a sum over all parameters, and a forward."""
+    row = {name: value[None] for name, value in Rows(1, seed=9).rows[0].items()}
+    return (
+        f"{sum(float(p.detach().double().sum()) for p in model.parameters())} {float(model(**row))}"
+    )
+
+
 def trained(folder, stage, stops=None, resume=None, **changes):
     """A whole run, with evaluations in between; or the rest of one."""
     args = arguments(
@@ -118,7 +126,11 @@ def trained(folder, stage, stops=None, resume=None, **changes):
     watch = Watches(stops)
     model = tiny(seed=7 * args.process_index)  # other values on each rank: those of rank 0 hold
     trainer = poise.Trainer(
-        model, args, train_dataset=Rows(SAMPLES), eval_dataset=Rows(5, seed=9), callbacks=[watch]
+        model,
+        args,
+        train_dataset=Rows(SAMPLES),
+        eval_dataset=Rows(5, seed=9),
+        callbacks=[watch, poise.Samples(say, every=4)],
     )
     output = trainer.train(resume_from_checkpoint=resume)
     return {
