@@ -65,6 +65,9 @@ POISE_API at::Tensor kept_attention(const at::Tensor& query, const at::Tensor& k
 // on an unknown policy, an n that fits no unit, or a pattern that matches none.
 POISE_API std::vector<bool> recomputed_units(const config::CheckpointingPolicy& policy,
                                              const std::vector<std::string>& units);
+// Which of `units` a pattern (* and ? allowed) matches; throws Error where one matches none.
+POISE_API std::vector<bool> matching_units(const std::vector<std::string>& patterns,
+                                           const std::vector<std::string>& units);
 
 // Sum of cross-entropy over rows without ever holding all logits: projection and loss run by chunks
 // of `chunk_tokens` rows, recomputed in backward. hidden [tokens, width], weight [classes, width],

@@ -123,6 +123,7 @@ struct OffloadPolicy {
   Offload parameters = Offload::none;         // shards (at stage 3), or all of them (on one rank)
   Offload activations = Offload::none;        // what forward saves for backward
   std::int64_t activation_min_bytes = 65536;  // of a tensor that travels; smaller ones stay
+  std::vector<std::string> activation_units;  // whose; empty: all that forward saves
   std::string directory;                      // of files
   OffloadIo io = OffloadIo::automatic;
   std::int64_t queue_depth = 8;           // blocks in flight, each way

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "poise/checkpointing.h"
 #include "poise/comm.h"
 #include "poise/config.h"
 #include "poise/core.h"
@@ -115,6 +116,9 @@ class POISE_API Engine {
     std::unique_ptr<Impl> impl_;
   };
   ForwardScope forward_scope();
+  // Takes what forward saves to where offload.activations says, for a model that chooses where: its
+  // scope() is around the units of offload.activation_units. Empty: it stays on the device.
+  std::optional<checkpointing::ActivationOffload> activation_offload() const;
   void begin_window(const std::vector<double>& counts);  // only for losses with several terms
   void backward(const Loss& loss);
   bool is_boundary() const;  // the window holds as many micro-batches as config says

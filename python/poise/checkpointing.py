@@ -141,7 +141,7 @@ def select(
     """The modules that ``apply`` with these arguments is for, by name."""
     if policy == "list" and units is None:
         raise Error("[checkpointing] policy 'list' without units; name some")
-    blocks = _repeated_blocks(model) if units is None else _named_units(model, units)
+    blocks = _repeated_blocks(model) if units is None else named_units(model, units)
     names = list(blocks)
     flags = _C.recomputed_units(policy, n, names if policy == "list" else [], names)
     return {name: blocks[name] for name, flag in zip(names, flags, strict=True) if flag}
@@ -157,9 +157,10 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return dict(blocks)
 
 
-def _named_units(
+def named_units(
     model: nn.Module, wanted: str | type | Sequence[str | type]
 ) -> dict[str, nn.Module]:
+    """Modules by class name, class, or shell pattern of their names; Error where one matches none."""
     names = []
     found = dict(model.named_modules())
     for entry in [wanted] if isinstance(wanted, (str, type)) else wanted:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import _C, _units, checkpointing, comm, meta, model_view, optimizer_state
+from poise import _C, _offloaded, _units, checkpointing, comm, meta, model_view, optimizer_state
 from poise._C import Error, LoadedState, Rehearsal, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
@@ -104,6 +104,7 @@ class Engine:
         self._blocks = blocks
         self._checkpointing = settings_of(self.config)["checkpointing"]
         self._recompute(undo)
+        self._offload_activations(undo)
         self._shard(undo)
         weakref.finalize(self, undo.close).atexit = False
         _alive.add(self)
@@ -384,6 +385,7 @@ class Engine:
         self._undo.pop_all().close()
         self._checkpointing = {**self._checkpointing, "n": 1, "units": [], **policy}
         self._recompute(self._undo)
+        self._offload_activations(self._undo)
         self._shard(self._undo)
 
     @property
@@ -460,6 +462,15 @@ class Engine:
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
         offloaded = settings["offload"]["parameters"] != "none"
         return offloaded or (sharded > 1 and settings["zero"]["stage"] == 3)
+
+    def _offload_activations(self, undo: contextlib.ExitStack) -> None:
+        """Of the modules that offload.activation_units names; around what recomputes them."""
+        chosen = settings_of(self.config)["offload"]["activation_units"]
+        if not chosen:
+            return
+        modules = checkpointing.named_units(self.model, chosen)
+        for forward in _offloaded.attach(list(modules.values()), self._engine.activation_scope()):
+            undo.callback(forward.remove)
 
     def _shard(self, undo: contextlib.ExitStack) -> None:
         """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""

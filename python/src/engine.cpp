@@ -117,6 +117,19 @@ void set_hyperparameters(Engine& engine, const std::vector<std::pair<double, dou
   engine.set_hyperparameters(settings, {beta1, beta2, eps, momentum});
 }
 
+// Python's `with` around what a unit's forward saves.
+class ActivationGuard {
+ public:
+  explicit ActivationGuard(checkpointing::ActivationOffload offload)
+      : offload_(std::move(offload)) {}
+  void enter() { scopes_.push_back(offload_.scope()); }
+  void exit() { scopes_.pop_back(); }
+
+ private:
+  const checkpointing::ActivationOffload offload_;
+  std::vector<std::shared_ptr<void>> scopes_;  // a unit inside another one
+};
+
 // Python's `with` around ForwardScope.
 class ForwardGuard {
  public:
@@ -214,6 +227,11 @@ void bind_engine(py::module_& module) {
         guard.exit();
       });
 
+  py::class_<ActivationGuard>(module, "ActivationScope",
+                              "A `with` block whose saved tensors wait away from the device.")
+      .def("__enter__", &ActivationGuard::enter)
+      .def("__exit__", [](ActivationGuard& guard, const py::args&) { guard.exit(); });
+
   py::class_<zero::Unit>(module, "Unit", "Runs a block while its parameters are whole.")
       .def("enter", &zero::Unit::enter, py::arg("inputs"), NoGil())
       .def("leave", &zero::Unit::leave, py::arg("outputs"), NoGil())
@@ -276,6 +294,12 @@ void bind_engine(py::module_& module) {
       .def("refresh", &Engine::refresh, py::arg("name"), NoGil())
       .def("master", &Engine::master, py::arg("name"), NoGil())
       .def("unit", &Engine::unit, py::arg("name"))
+      .def("activation_scope",
+           [](const Engine& engine) -> std::unique_ptr<ActivationGuard> {
+             auto offload = engine.activation_offload();
+             if (!offload) return nullptr;
+             return std::make_unique<ActivationGuard>(*std::move(offload));
+           })
       .def(
           "gathered",
           [](Engine& engine, std::optional<int> writer) {

@@ -114,6 +114,30 @@ def test_what_leaves_the_device_changes_no_bit(away, checkpointing, tmp_path):
         assert torch.equal(dict(model.named_parameters())[name], state[name])
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "every_n"])
+def test_activations_of_chosen_units_leave(checkpointing):
+    """Each one more, and what the others save stays."""
+    base = {**HALF, "checkpointing": {"policy": checkpointing}}
+    expected, _, plain = train(base)
+    held = []
+    for units in (["layers.1"], ["layers.1", "layers.2"], ["layers.?"], []):
+        places = {"activations": "host", "activation_min_bytes": 1, "activation_units": units}
+        got, model, engine = train({**base, "offload": places})
+        assert [r.loss for r in got] == [r.loss for r in expected]
+        assert torch.equal(plain.master("layers.0.weight"), engine.master("layers.0.weight"))
+        held.append(got[-1].host_bytes)
+        engine.give_back()
+        assert "forward" not in vars(model.layers[1])
+    assert 0 < held[0] < held[1] < held[2] <= held[3]
+
+
+def test_a_pattern_that_names_no_unit_is_refused():
+    with pytest.raises(poise.Error, match="no module has the class or name layres"):
+        train({"offload": {"activations": "host", "activation_units": ["layres.*"]}})
+    with pytest.raises(poise.Error, match=r"offload.activation_units .* offload.activations"):
+        train({"offload": {"activation_units": ["layers.*"]}})
+
+
 def test_the_three_calls_offload_too():
     def run(offload):
         model = Stack()

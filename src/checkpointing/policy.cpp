@@ -35,7 +35,9 @@ Flags all_but_sqrt(size_t count) {
   return flags;
 }
 
-Flags listed(const Names& patterns, const Names& units) {
+}  // namespace
+
+Flags matching_units(const Names& patterns, const Names& units) {
   Flags flags(units.size(), false);
   for (const auto& pattern : patterns) {
     bool matched = false;
@@ -51,8 +53,6 @@ Flags listed(const Names& patterns, const Names& units) {
   }
   return flags;
 }
-
-}  // namespace
 
 Flags recomputed_units(const config::CheckpointingPolicy& policy, const Names& units) {
   const auto& name = policy.policy;
@@ -70,7 +70,7 @@ Flags recomputed_units(const config::CheckpointingPolicy& policy, const Names& u
   }
   if (name == "list") {
     if (policy.units.empty()) fail("checkpointing", "policy 'list' without units; name some");
-    return listed(policy.units, units);
+    return matching_units(policy.units, units);
   }
   if (name == "selective") return Flags(units.size(), true);
   fail("checkpointing", "unknown policy '", name,

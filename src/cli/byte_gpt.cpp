@@ -129,6 +129,10 @@ void ByteGpt::recompute(std::vector<bool> units, checkpointing::Options::Keep ke
 void ByteGpt::bind(const Engine& engine) {
   const auto names = units();
   for (std::size_t i = 0; i < names.size(); ++i) units_[i] = engine.unit(names[i]);
+  const auto& chosen = engine.config().offload.activation_units;
+  if (chosen.empty()) return;
+  saves_away_ = checkpointing::matching_units(chosen, names);
+  away_ = engine.activation_offload();
 }
 
 at::Tensor ByteGpt::hidden(const at::Tensor& bytes) {
@@ -145,6 +149,8 @@ at::Tensor ByteGpt::hidden(const at::Tensor& bytes) {
     // The unit outside: what is recomputed needs no third gather.
     x = units_[i](
         [&](const at::Tensor& input) {
+          const bool away = away_ && saves_away_[i] && at::GradMode::is_enabled();
+          const auto scope = away ? away_->scope() : nullptr;
           return recomputed_[i] ? checkpointing::recompute(run, input, region_) : run(input);
         },
         x);

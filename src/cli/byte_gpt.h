@@ -9,6 +9,7 @@
 #include <torch/nn/modules/normalization.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,8 @@ class ByteGpt : public torch::nn::Module {
   torch::nn::Linear head_;
   std::vector<bool> recomputed_;
   std::vector<zero::Unit> units_;  // of the blocks
+  std::optional<checkpointing::ActivationOffload> away_;
+  std::vector<bool> saves_away_;  // with away_: by block
   checkpointing::Options region_;  // of a recomputed block
 };
 

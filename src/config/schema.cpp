@@ -211,6 +211,9 @@ std::vector<Key<Config>> make_keys() {
           "rank"),
       key(POISE_FIELD(offload.activations), place({"none", "host", "file"}),
           "where tensors wait that forward saves for backward"),
+      key(POISE_FIELD(offload.activation_units), texts(),
+          "names of units (* and ? allowed) whose saved tensors leave; empty: all that forward "
+          "saves"),
       key(POISE_FIELD(offload.activation_min_bytes), byte_count(),
           "of a saved tensor that leaves the device"),
       key(POISE_FIELD(offload.directory), text(),

@@ -124,6 +124,8 @@ void check_offload(const OffloadPolicy& offload) {
                     offload.activations == Offload::file;
   only_for(offload.optimizer != Offload::none, offload.optimizer_fraction != 1,
            "offload.optimizer_fraction", "offload.optimizer host or file");
+  only_for(offload.activations != Offload::none, !offload.activation_units.empty(),
+           "offload.activation_units", "offload.activations host or file");
   only_for(file, !offload.directory.empty(), "offload.directory", "what is offloaded to file");
   only_for(file, offload.io != OffloadIo::automatic, "offload.io", "what is offloaded to file");
   if (file && offload.directory.empty()) {

@@ -178,6 +178,10 @@ at::Tensor Engine::gradient(const std::string& name) {
   return mean;
 }
 
+std::optional<checkpointing::ActivationOffload> Engine::activation_offload() const {
+  return impl_->activations;
+}
+
 zero::Unit Engine::unit(const std::string& name) const {
   const auto& units = impl_->table.units();
   const auto found = std::find(units.begin(), units.end(), name);

@@ -129,7 +129,8 @@ struct Engine::Impl {
   std::optional<checkpointing::ActivationOffload> make_activations(const ModelView& model);
   // While it lives, what forward saves goes where the config says.
   std::shared_ptr<void> saving_scope() const {
-    return activations ? activations->scope() : nullptr;
+    const bool all = config.offload.activation_units.empty();
+    return activations && all ? activations->scope() : nullptr;
   }
 
   // Between windows; saving.cpp and loading.cpp.

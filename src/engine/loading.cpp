@@ -13,6 +13,8 @@
 namespace poise {
 namespace {
 
+constexpr std::int64_t kTileElements = std::int64_t{1} << 20;
+
 // "a, b, c and 4 more"
 std::string listed(const std::vector<std::string>& names) {
   constexpr std::size_t kMost = 5;
@@ -205,11 +207,18 @@ void Engine::Impl::take_flat(int flat, const state::Saved& saved,
       saved.read(kind, from, part.begin - entry.offset, order,
                  values.narrow(0, part.begin - held.begin, part.size()));
     };
+    // What lives in a file goes there tile by tile.
     const auto read_span = [&](const std::string& kind, offload::Span& span) {
       if (const auto here = span.tensor(); here.defined()) return read(kind, here);
-      const auto values = offloading.memory().allocate(part.size(), span.dtype());
-      saved.read(kind, from, part.begin - entry.offset, order, values);
-      span.write(part.begin - held.begin, values);
+      // In another order a read goes through the whole parameter: then once.
+      const bool in_order = state::same_order(from.shape, from.order, order);
+      const auto most = in_order ? std::min(part.size(), kTileElements) : part.size();
+      const auto tile = offloading.memory().allocate(most, span.dtype());
+      for (std::int64_t at = 0; at < part.size(); at += most) {
+        const auto values = tile.narrow(0, 0, std::min(most, part.size() - at));
+        saved.read(kind, from, part.begin - entry.offset + at, order, values);
+        span.write(part.begin - held.begin + at, values);
+      }
     };
     const auto* kind = from.trainable ? state::kMaster : state::kValue;
     if (layout.trainable) {
@@ -227,9 +236,13 @@ void Engine::Impl::take_flat(int flat, const state::Saved& saved,
   if (!tensors.own_master) return;
   const auto low = store.optimized_values(flat);
   if (const auto here = low->tensor(); here.defined()) return tensors.master->read(0, here);
-  const auto rounded = offloading.memory().allocate(low->numel(), low->dtype());
-  tensors.master->read(0, rounded);
-  low->write(0, rounded);
+  const auto most = std::min(low->numel(), kTileElements);
+  const auto tile = offloading.memory().allocate(most, low->dtype());
+  for (std::int64_t at = 0; at < low->numel(); at += most) {
+    const auto rounded = tile.narrow(0, 0, std::min(most, low->numel() - at));
+    tensors.master->read(at, rounded);
+    low->write(at, rounded);
+  }
 }
 
 void Engine::Impl::take_buffers(const state::Saved& saved) {

@@ -178,6 +178,34 @@ TEST(Offload, ActivationsLeaveTheDeviceUntilBackward) {
   }
 }
 
+// Of the units that config names; the model puts the scope around them.
+TEST(Offload, ActivationsOfChosenUnits) {
+  Stack plain_model(4);
+  Engine plain(plain_model.view(), bf16());
+  auto config = bf16();
+  config.offload.activations = Offload::host;
+  config.offload.activation_min_bytes = 1;
+  config.offload.activation_units = {"second"};
+  Stack model(4);
+  Engine engine(model.view(), config);
+  const auto away = engine.activation_offload();
+  ASSERT_TRUE(away.has_value());
+  std::vector<std::int64_t> host;
+  for (const bool chosen : {false, true}) {
+    const auto result = engine.step(large(chosen), [&](const at::Tensor& b) {
+      const auto scope = chosen ? away->scope() : nullptr;
+      return model.loss(b);
+    });
+    const auto expected =
+        plain.step(large(chosen), [&](const at::Tensor& b) { return plain_model.loss(b); });
+    EXPECT_EQ(result.loss, expected.loss);
+    host.push_back(result.host_bytes);
+  }
+  EXPECT_EQ(host[0], 0);
+  EXPECT_GT(host[1], 0);
+  EXPECT_FALSE(plain.activation_offload().has_value());
+}
+
 TEST(Offload, BytesAreWhereTheResultSaysTheyAre) {
   TempDir folder;
   Stack model;

@@ -270,6 +270,31 @@ TEST(Background, HoldsNoMoreThanItMay) {
   EXPECT_LE(held.host_bytes, (12 << 20) + 65536);
 }
 
+// Masters and moments in a file, 144 MiB: they pass through memory tile by tile, both ways.
+TEST(Background, StatesInAFilePassTileByTile) {
+  const TempFolder folder;
+  auto config = test::adamw_config();
+  config.precision.dtype = config.precision.parameters = config::DType::bf16;
+  config.offload.optimizer = config::Offload::file;
+  config.offload.directory = ::testing::TempDir();
+  config.offload.staging_bytes = 4 << 20;
+  config.offload.block_bytes = 64 << 10;
+  const auto weight =
+      test::normal({1 << 20, 12}, 1).to(at::kBFloat16).requires_grad_();
+  Engine engine({{{"w", weight}}, {}, {}}, config);
+  const auto loss = [&](std::size_t) { return Loss::sum(weight.sum(), 1); };
+  const auto before = engine.step(1, loss);
+  engine.save(folder.path());
+  const auto master = engine.master("w").clone();
+  const auto value = weight.detach().clone();
+  const auto saved = engine.step(1, loss);
+  EXPECT_LE(saved.host_bytes - before.host_bytes, 8 * ((4 << 20) + 8192));
+  engine.load(folder.path());
+  EXPECT_TRUE(at::equal(engine.master("w"), master));
+  EXPECT_TRUE(at::equal(weight.detach(), value));
+  EXPECT_EQ(engine.step(1, loss).host_bytes, saved.host_bytes);
+}
+
 // Where one of two ranks fails neither has a save, and both are told why.
 TEST(Background, AFailureOfOneRankIsToldToAll) {
   for (const bool asynchronous : {false, true}) {
