@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,7 @@ POISE_API Transformer byte_gpt(const config::ModelPolicy& policy);
 struct Flat {
   std::string name;
   std::int64_t elements = 0;  // each tensor padded to 256
+  std::int64_t frozen = 0;    // beside them, without states and gradients
 };
 
 enum class Recompute : std::uint8_t { none, whole, selective };
@@ -72,6 +74,7 @@ struct Link {
   bool block = false;  // may be recomputed
   std::array<Pass, 3> passes;
   double flops = 0;                // of its forward
+  double moved = 0;                // bytes its forward reads and writes, where they were traced
   std::int64_t held_gradient = 0;  // of a tied matrix: waits from its backward to the end
   std::int64_t casts = 0;  // 16-bit copies of fp32 weights that autocast saves unless recomputed
 };
@@ -96,6 +99,15 @@ enum class Place { cpu, gpu };
 POISE_API Chain chain(const Transformer& model, const Shape& shape,
                       const config::PrecisionPolicy& precision, Place place, int threads = 1);
 
+// A model that was run with tensors of no memory instead of described: its chain at several
+// micro-batches. At others every figure lies on the line through the two nearest ones; peaks are
+// maxima of lines, so between two that is no less than the truth.
+struct Traced {
+  std::vector<std::int64_t> micro_batches;  // rising
+  std::vector<Chain> chains;                // at them
+};
+POISE_API Chain chain(const Traced& traced, std::int64_t micro_batch);
+
 // ---- Memory
 
 // How one update is run.
@@ -110,7 +122,8 @@ struct Choice {
   config::DType gradient_dtype = config::DType::fp32;  // on the wire
   std::int64_t loss_chunk_tokens = 0;
   Recompute recompute = Recompute::none;
-  std::vector<bool> recomputed;  // by block
+  std::vector<bool> recomputed;   // by block
+  config::OffloadPolicy offload;  // activations stay
 };
 
 // Bytes per element, by what it is.
@@ -132,6 +145,12 @@ POISE_API std::int64_t total(const Accounts& accounts);
 POISE_API Accounts states(const std::vector<Flat>& flats, const Choice& choice,
                           const Widths& widths);
 
+// One moment of an update: the highest of a link's forward or backward.
+struct Moment {
+  std::string name;  // "backward of block 3"
+  Accounts accounts{};
+};
+
 struct Memory {
   Accounts held{};         // between updates
   Accounts at_peak{};      // at the highest moment of an update
@@ -141,6 +160,19 @@ struct Memory {
   std::int64_t highest() const { return build > peak ? build : peak; }
 };
 POISE_API Memory memory(const Chain& chain, const Choice& choice, const Widths& widths);
+// Every moment of an update in its order.
+POISE_API std::vector<Moment> moments(const Chain& chain, const Choice& choice,
+                                      const Widths& widths);
+
+// The blocks to recompute (whole) such that no moment holds more than `budget` bytes and the second
+// forwards take least FLOPs; none where even the best choice holds more. Exact: a dynamic programme
+// over what is kept before each block (docs/planner.md).
+POISE_API std::optional<std::vector<bool>> cheapest_recompute(const Chain& chain,
+                                                              const Choice& choice,
+                                                              const Widths& widths,
+                                                              std::int64_t budget);
+// The least budget that some choice of blocks fits.
+POISE_API std::int64_t least_budget(const Chain& chain, const Choice& choice, const Widths& widths);
 
 // ---- The machine
 
@@ -155,6 +187,11 @@ struct Device {
   double network_rate = 0;  // per GPU, to other nodes
   double efficiency = 0.5;  // reached share of the peak on large matrices
   Place place = Place::gpu;
+  double host_rate = 25e9;    // to memory of the host, one direction
+  double file_rate = 2e9;     // to a file of the host
+  double host_update = 50e9;  // bytes a second that the host's CPU updates states at, per device
+  double overhead = 0;  // seconds of a link, forward and backward, whatever its size; if measured
+  double half_tokens = 512;  // of a micro-batch that reaches half the rate
 };
 POISE_API const std::vector<Device>& known_devices();
 POISE_API Device known_device(const std::string& name);
@@ -178,6 +215,7 @@ POISE_API Traffic traffic(std::int64_t elements, const Choice& choice, const Wid
 struct Time {
   double forward = 0, backward = 0, recompute = 0;  // seconds of an update
   double exposed = 0;                               // collectives that nothing hides
+  double transfers = 0;                             // to host and file that nothing hides
   double update = 0;                                // optimizer
   double total = 0;
 };
@@ -188,7 +226,8 @@ POISE_API Time time(const Chain& chain, const Choice& choice, const Widths& widt
 // ---- The search
 
 struct Job {
-  Transformer model;
+  Transformer model;             // its name alone where `traced` is given
+  std::optional<Traced> traced;  // planned instead: whole logits, blocks kept or recomputed whole
   std::int64_t sequence = 0;
   std::int64_t global_batch = 0;  // sequences of one update, always kept
   config::PrecisionPolicy precision;
@@ -198,6 +237,9 @@ struct Job {
   std::int64_t micro_batch = 0;  // 0: searched
   int threads = 1;               // of CPU operators
   std::vector<int> stages;       // allowed; empty: all
+  std::vector<config::OffloadPolicy> offloads{{}};  // allowed; activations stay
+  std::optional<Widths> widths;                     // instead of those of precision and optimizer
+  std::int64_t extra_states = 0;  // bytes held beside those of the model: adapters
   // Fixed instead of searched: which blocks are recomputed; tokens of a chunk of logits.
   bool searches_recompute = true;
   Recompute recompute = Recompute::none;
@@ -205,6 +247,10 @@ struct Job {
   bool searches_chunk = true;
   std::int64_t loss_chunk_tokens = 0;
 };
+
+// What a choice of the job runs.
+POISE_API Chain chain(const Job& job, const Choice& choice);
+POISE_API Widths widths(const Job& job);
 
 struct Plan {
   Choice choice;
@@ -229,8 +275,33 @@ POISE_API std::int64_t reserve(const Device& device);
 // Throws Error where the global batch cannot be split over the ranks, with the nearest ones.
 POISE_API Answer search(const Job& job);
 
-// The keys of a run.json that make a run follow the choice.
-POISE_API std::string settings(const Choice& choice);
+// The keys of a run.json that make a run follow the choice; `units`: names of the blocks, for a
+// choice that is no first n of them; empty: blocks.0, blocks.1, ...
+POISE_API std::string settings(const Choice& choice, const std::vector<std::string>& units = {});
+
+// What else would lower the need: offload and more ranks, which train the same, and what changes
+// numbers, which is never done unasked.
+struct Lever {
+  std::string name;
+  std::string setting;  // how it is asked for
+  bool changes_numbers = false;
+  bool fits = false;
+  Plan plan;  // the fastest that fits with it; where none does the one of least memory
+};
+POISE_API std::vector<Lever> levers(const Job& job);
+
+// ---- Cost
+
+struct Price {
+  double gpu_hour = 0;     // of one device
+  double utilisation = 1;  // share of the paid hours that train
+};
+struct Cost {
+  double month = 0;           // of all devices: 730 hours
+  double billion_tokens = 0;  // at the plan's speed
+};
+// `tokens`: of an update, on all ranks.
+POISE_API Cost cost(const Plan& plan, double tokens, const Price& price);
 
 // ---- Runs that others published (docs/planner_scores.md)
 

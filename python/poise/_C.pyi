@@ -32,6 +32,12 @@ __all__: list[str] = [
     "Permutation",
     "Place",
     "Rehearsal",
+    "PlanAnswer",
+    "PlanFound",
+    "PlanJob",
+    "PlanLever",
+    "PlanLink",
+    "PlanTraced",
     "RunPrediction",
     "Sampler",
     "Snapshot",
@@ -55,6 +61,11 @@ __all__: list[str] = [
     "optimizer_stage",
     "parse_bytes",
     "place_from_environment",
+    "plan_cost",
+    "plan_levers",
+    "plan_moments",
+    "plan_search",
+    "plan_settings",
     "predict_runs",
     "recompute",
     "recomputed_units",
@@ -394,6 +405,155 @@ class Rehearsal:
     def free_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+class PlanLink:
+    """
+    One step of a model's forward: embedding, block or head.
+    """
+    def __init__(
+        self,
+        name: str,
+        flat: typing.SupportsInt,
+        block: bool,
+        kept: collections.abc.Sequence[typing.SupportsInt],
+        recomputed: collections.abc.Sequence[typing.SupportsInt],
+        flops: typing.SupportsFloat,
+        moved: typing.SupportsFloat,
+    ) -> None: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def name(self) -> str: ...
+
+class PlanTraced:
+    """
+    A model's chain at several micro-batches.
+    """
+    def __init__(
+        self,
+        flats: collections.abc.Sequence[tuple[str, typing.SupportsInt, typing.SupportsInt]],
+        rest: typing.SupportsInt,
+        micro_batches: collections.abc.Sequence[typing.SupportsInt],
+        links: collections.abc.Sequence[collections.abc.Sequence[PlanLink]],
+    ) -> None: ...
+
+class PlanFound:
+    """
+    One way to run an update and what it takes.
+    """
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def at_peak(self) -> dict[str, int]: ...
+    @property
+    def build_bytes(self) -> int: ...
+    @property
+    def held(self) -> dict[str, int]: ...
+    @property
+    def keep_gathered(self) -> bool: ...
+    @property
+    def loss_chunk_tokens(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def offload(self) -> dict[str, str]: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def peak_moment(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def recomputed(self) -> list[bool]: ...
+    @property
+    def seconds(self) -> dict[str, float]: ...
+    @property
+    def selective(self) -> bool: ...
+    @property
+    def stage(self) -> int: ...
+
+class PlanLever:
+    """
+    What else would lower the need.
+    """
+    @property
+    def changes_numbers(self) -> bool: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def plan(self) -> PlanFound: ...
+    @property
+    def setting(self) -> str: ...
+
+class PlanAnswer:
+    """
+    What the search found.
+    """
+    @property
+    def best(self) -> PlanFound: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def candidates(self) -> int: ...
+    @property
+    def dominated_by(self) -> str: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def front(self) -> list[PlanFound]: ...
+    @property
+    def runner_up(self) -> PlanFound | None: ...
+    @property
+    def why(self) -> str: ...
+
+class PlanJob:
+    """
+    What is to be planned.
+    """
+    def __init__(self) -> None: ...
+    def compute_in(self, arg0: str, arg1: str) -> None: ...
+    def describe(self, arg0: str) -> None: ...
+    def may_offload(
+        self, arg0: collections.abc.Sequence[collections.abc.Sequence[str]]
+    ) -> None: ...
+    def optimize_with(self, arg0: str, arg1: typing.SupportsFloat) -> None: ...
+    def run_on(
+        self,
+        arg0: str,
+        arg1: typing.SupportsInt,
+        arg2: typing.SupportsFloat,
+        arg3: typing.SupportsFloat,
+    ) -> None: ...
+    def trace(self, arg0: str, arg1: PlanTraced) -> None: ...
+    @property
+    def budget(self) -> int: ...
+    @budget.setter
+    def budget(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def global_batch(self) -> int: ...
+    @global_batch.setter
+    def global_batch(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @micro_batch.setter
+    def micro_batch(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @sequence.setter
+    def sequence(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def stages(self) -> list[int]: ...
+    @stages.setter
+    def stages(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @threads.setter
+    def threads(self, arg0: typing.SupportsInt) -> None: ...
 
 class RunPrediction:
     """
@@ -683,6 +843,24 @@ def parse_bytes(text: str) -> int:
 def place_from_environment() -> Place | None:
     """
     What torchrun, Slurm or mpirun said; None: started by hand.
+    """
+
+def plan_cost(
+    found: PlanFound,
+    tokens: typing.SupportsFloat,
+    gpu_hour: typing.SupportsFloat,
+    utilisation: typing.SupportsFloat,
+) -> tuple[float, float]: ...
+def plan_levers(job: PlanJob) -> list[PlanLever]: ...
+def plan_moments(job: PlanJob, found: PlanFound) -> list[tuple[str, dict[str, int]]]:
+    """
+    Every moment of an update and its bytes by account.
+    """
+
+def plan_search(job: PlanJob) -> PlanAnswer: ...
+def plan_settings(found: PlanFound, units: collections.abc.Sequence[str]) -> str:
+    """
+    The keys of a run.json that follow a plan, as JSON.
     """
 
 def predict_runs(table: str) -> list[RunPrediction]:

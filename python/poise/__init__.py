@@ -27,6 +27,7 @@ from poise.deepspeed import (  # noqa: E402
 from poise.engine import Engine  # noqa: E402
 from poise.loss import Loss, Term  # noqa: E402
 from poise.own_loop import wrap  # noqa: E402
+from poise.planning import plan  # noqa: E402
 from poise.prediction import EvalPrediction, PredictionOutput  # noqa: E402
 from poise.samples import Samples  # noqa: E402
 from poise.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments  # noqa: E402
@@ -76,6 +77,7 @@ __all__ = [
     "initialize",
     "memory",
     "ops",
+    "plan",
     "wrap",
     "zero",
 ]

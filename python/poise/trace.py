@@ -87,7 +87,7 @@ def _run(
     meter = _Meter(engine, device)
     held = {name: int(count) for name, count in engine.memory()["current"].items()}
     with unchanged(engine.model, device):
-        marks = _Marks(meter, blocks)
+        marks = Marks(meter, blocks)
         try:
             with marks.hooks():
                 begin = meter.clock()
@@ -128,10 +128,10 @@ class _Meter:
         return time.perf_counter()
 
 
-class _Marks:
-    """Reads the meter where one link ends and the next begins."""
+class Marks:
+    """Reads a meter (bytes now, highest since the last read) where one link ends and the next begins."""
 
-    def __init__(self, meter: _Meter, blocks: list[nn.Module]) -> None:
+    def __init__(self, meter: Any, blocks: list[nn.Module]) -> None:
         self._meter, self._blocks = meter, blocks
         self._kept: list[int] = []  # held when the link's forward began
         self._forward: list[int] = []  # peaks

@@ -1,9 +1,13 @@
-// Planning: tables of published runs, known devices.
+// Planning: traced models and described ones searched, and tables of published runs predicted.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "poise/error.h"
 #include "poise/plan.h"
 
 namespace py = pybind11;
@@ -11,22 +15,228 @@ namespace py = pybind11;
 namespace poise::python {
 namespace {
 
-py::list known_devices() {
-  py::list all;
-  for (const auto& device : plan::known_devices()) {
-    py::dict entry;
-    entry["name"] = device.name;
-    entry["memory"] = device.memory;
-    entry["half_flops"] = device.half_flops;
-    entry["float_flops"] = device.float_flops;
-    all.append(entry);
+using plan::Job;
+using plan::Link;
+using plan::Pass;
+
+std::map<std::string, std::int64_t> by_name(const plan::Accounts& accounts) {
+  std::map<std::string, std::int64_t> named;
+  for (std::size_t i = 0; i < accounts.size(); ++i) {
+    named[memory::name_of(static_cast<memory::Account>(i))] = accounts[i];
   }
-  return all;
+  return named;
 }
 
-}  // namespace
+config::Offload place_of(const std::string& name) {
+  if (name == "none") return config::Offload::none;
+  if (name == "host") return config::Offload::host;
+  if (name == "file") return config::Offload::file;
+  fail("plan", "unknown place to offload to: \"", name, "\"; use none, host or file");
+}
 
-void bind_plan(py::module_& module) {
+const char* name_of(config::Offload place) {
+  return place == config::Offload::host ? "host" : place == config::Offload::file ? "file" : "none";
+}
+
+config::DType dtype_of(const std::string& name) {
+  if (name == "fp32") return config::DType::fp32;
+  if (name == "bf16") return config::DType::bf16;
+  if (name == "fp16") return config::DType::fp16;
+  fail("plan", "unknown dtype: \"", name, "\"; use fp32, bf16 or fp16");
+}
+
+Pass pass_of(const std::vector<std::int64_t>& bytes, double again_flops) {
+  POISE_CHECK(bytes.size() == 3, bytes.size());
+  return {.saved = bytes[0],
+          .forward_peak = bytes[1],
+          .backward_peak = bytes[2],
+          .again_flops = again_flops};
+}
+
+// `kept`, `recomputed`: saved, peak of forward, peak of backward.
+Link link_of(const std::string& name, int flat, bool block, const std::vector<std::int64_t>& kept,
+             const std::vector<std::int64_t>& recomputed, double flops, double moved) {
+  Link link;
+  link.name = name;
+  link.flat = flat;
+  link.block = block;
+  link.passes.fill(pass_of(kept, 0));
+  link.passes[static_cast<std::size_t>(plan::Recompute::whole)] = pass_of(recomputed, flops);
+  link.flops = flops;
+  link.moved = moved;
+  return link;
+}
+
+plan::Machine machine_of(const std::string& gpus, int ranks_per_node) {
+  auto machine = plan::read_machine(gpus);
+  if (ranks_per_node > 0) machine.ranks_per_node = ranks_per_node;
+  return machine;
+}
+
+void bind_chain(py::module_& module) {
+  py::class_<Link>(module, "PlanLink", "One step of a model's forward: embedding, block or head.")
+      .def(py::init(&link_of), py::arg("name"), py::arg("flat"), py::arg("block"), py::arg("kept"),
+           py::arg("recomputed"), py::arg("flops"), py::arg("moved"))
+      .def_readonly("name", &Link::name)
+      .def_readonly("flops", &Link::flops);
+  py::class_<plan::Traced>(module, "PlanTraced", "A model's chain at several micro-batches.")
+      .def(
+          py::init([](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& flats,
+                      int rest, std::vector<std::int64_t> micro_batches,
+                      std::vector<std::vector<Link>> links) {
+            plan::Chain chain;
+            for (const auto& [name, elements, frozen] : flats) {
+              chain.flats.push_back({name, elements, frozen});
+            }
+            chain.rest = rest;
+            plan::Traced traced;
+            traced.micro_batches = std::move(micro_batches);
+            for (auto& one : links) {
+              chain.links = std::move(one);
+              traced.chains.push_back(chain);
+            }
+            return traced;
+          }),
+          py::arg("flats"), py::arg("rest"), py::arg("micro_batches"), py::arg("links"));
+}
+
+void bind_plans(py::module_& module) {
+  py::class_<plan::Plan>(module, "PlanFound", "One way to run an update and what it takes.")
+      .def_property_readonly("micro_batch",
+                             [](const plan::Plan& p) { return p.choice.micro_batch; })
+      .def_property_readonly("accumulation",
+                             [](const plan::Plan& p) { return p.choice.accumulation; })
+      .def_property_readonly("ranks", [](const plan::Plan& p) { return p.choice.ranks; })
+      .def_property_readonly("stage", [](const plan::Plan& p) { return p.choice.stage; })
+      .def_property_readonly("keep_gathered",
+                             [](const plan::Plan& p) { return p.choice.keep_gathered; })
+      .def_property_readonly("recomputed", [](const plan::Plan& p) { return p.choice.recomputed; })
+      .def_property_readonly(
+          "selective",
+          [](const plan::Plan& p) { return p.choice.recompute == plan::Recompute::selective; })
+      .def_property_readonly("loss_chunk_tokens",
+                             [](const plan::Plan& p) { return p.choice.loss_chunk_tokens; })
+      .def_property_readonly("offload",
+                             [](const plan::Plan& p) {
+                               const auto& o = p.choice.offload;
+                               return std::map<std::string, std::string>{
+                                   {"optimizer", name_of(o.optimizer)},
+                                   {"gradients", name_of(o.gradients)},
+                                   {"parameters", name_of(o.parameters)}};
+                             })
+      .def_property_readonly("peak_bytes", [](const plan::Plan& p) { return p.memory.highest(); })
+      .def_property_readonly("build_bytes", [](const plan::Plan& p) { return p.memory.build; })
+      .def_property_readonly("peak_moment", [](const plan::Plan& p) { return p.memory.moment; })
+      .def_property_readonly("held", [](const plan::Plan& p) { return by_name(p.memory.held); })
+      .def_property_readonly("at_peak",
+                             [](const plan::Plan& p) { return by_name(p.memory.at_peak); })
+      .def_property_readonly("seconds", [](const plan::Plan& p) {
+        const auto& t = p.time;
+        return std::map<std::string, double>{{"update", t.total},
+                                             {"forward", t.forward},
+                                             {"backward", t.backward},
+                                             {"recompute", t.recompute},
+                                             {"exposed_collectives", t.exposed},
+                                             {"exposed_transfers", t.transfers},
+                                             {"optimizer", t.update}};
+      });
+  py::class_<plan::Lever>(module, "PlanLever", "What else would lower the need.")
+      .def_readonly("name", &plan::Lever::name)
+      .def_readonly("setting", &plan::Lever::setting)
+      .def_readonly("changes_numbers", &plan::Lever::changes_numbers)
+      .def_readonly("fits", &plan::Lever::fits)
+      .def_readonly("plan", &plan::Lever::plan);
+  py::class_<plan::Answer>(module, "PlanAnswer", "What the search found.")
+      .def_readonly("budget", &plan::Answer::budget)
+      .def_readonly("floor", &plan::Answer::floor)
+      .def_readonly("fits", &plan::Answer::fits)
+      .def_readonly("best", &plan::Answer::best)
+      .def_readonly("front", &plan::Answer::front)
+      .def_property_readonly("runner_up",
+                             [](const plan::Answer& a) {
+                               return a.has_runner_up ? std::optional(a.runner_up) : std::nullopt;
+                             })
+      .def_readonly("why", &plan::Answer::why)
+      .def_readonly("dominated_by", &plan::Answer::dominated_by)
+      .def_readonly("candidates", &plan::Answer::candidates);
+}
+
+void bind_job(py::module_& module) {
+  py::class_<Job>(module, "PlanJob", "What is to be planned.")
+      .def(py::init<>())
+      .def("describe",
+           [](Job& job, const std::string& name) { job.model = plan::known_transformer(name); })
+      .def("trace",
+           [](Job& job, const std::string& name, const plan::Traced& traced) {
+             job.model.name = name;
+             job.traced = traced;
+           })
+      .def("run_on",
+           [](Job& job, const std::string& gpus, int ranks_per_node, double node_rate,
+              double network_rate) {
+             job.machine = machine_of(gpus, ranks_per_node);
+             if (node_rate > 0) job.machine.device.node_rate = node_rate;
+             if (network_rate > 0) job.machine.device.network_rate = network_rate;
+           })
+      .def("compute_in",
+           [](Job& job, const std::string& dtype, const std::string& parameters) {
+             job.precision.dtype = dtype_of(dtype);
+             job.precision.parameters = dtype_of(parameters);
+           })
+      .def("optimize_with",
+           [](Job& job, const std::string& type, double momentum) {
+             job.optimizer.type = type;
+             job.optimizer.momentum = momentum;
+           })
+      .def("may_offload",
+           [](Job& job, const std::vector<std::vector<std::string>>& allowed) {
+             job.offloads.clear();
+             for (const auto& places : allowed) {
+               POISE_CHECK(places.size() == 3, places.size());
+               config::OffloadPolicy offload;
+               offload.optimizer = place_of(places[0]);
+               offload.gradients = place_of(places[1]);
+               offload.parameters = place_of(places[2]);
+               job.offloads.push_back(offload);
+             }
+           })
+      .def_property_readonly("ranks", [](const Job& job) { return job.machine.ranks; })
+      .def_readwrite("sequence", &Job::sequence)
+      .def_readwrite("global_batch", &Job::global_batch)
+      .def_readwrite("micro_batch", &Job::micro_batch)
+      .def_readwrite("budget", &Job::budget)
+      .def_readwrite("threads", &Job::threads)
+      .def_readwrite("stages", &Job::stages);
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("plan_search", &plan::search, py::arg("job"), Release());
+  module.def("plan_levers", &plan::levers, py::arg("job"), Release());
+  module.def(
+      "plan_moments",
+      [](const Job& job, const plan::Plan& found) {
+        std::vector<std::pair<std::string, std::map<std::string, std::int64_t>>> all;
+        for (const auto& moment :
+             plan::moments(plan::chain(job, found.choice), found.choice, plan::widths(job))) {
+          all.emplace_back(moment.name, by_name(moment.accounts));
+        }
+        return all;
+      },
+      py::arg("job"), py::arg("found"), "Every moment of an update and its bytes by account.");
+  module.def(
+      "plan_settings",
+      [](const plan::Plan& found, const std::vector<std::string>& units) {
+        return plan::settings(found.choice, units);
+      },
+      py::arg("found"), py::arg("units"), "The keys of a run.json that follow a plan, as JSON.");
+  module.def(
+      "plan_cost",
+      [](const plan::Plan& found, double tokens, double gpu_hour, double utilisation) {
+        const auto paid = plan::cost(found, tokens, {gpu_hour, utilisation});
+        return std::pair(paid.month, paid.billion_tokens);
+      },
+      py::arg("found"), py::arg("tokens"), py::arg("gpu_hour"), py::arg("utilisation"));
+}
+
+void bind_runs(py::module_& module) {
   py::class_<plan::RunPrediction>(
       module, "RunPrediction",
       "What a published run of another framework holds and how fast it is, predicted.")
@@ -42,9 +252,15 @@ void bind_plan(py::module_& module) {
                     "In tokens_per_second.");
   module.def("predict_runs", &plan::predict_runs, py::arg("table"),
              "Predictions for the rows of a comma-separated table (docs/planner_scores.md).");
-  module.def("known_devices", &known_devices,
-             "Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that "
-             "`poise plan` knows.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& module) {
+  bind_chain(module);
+  bind_plans(module);
+  bind_job(module);
+  bind_runs(module);
 }
 
 }  // namespace poise::python

@@ -1,6 +1,9 @@
 // Each measurement warms up once and takes the best of a few.
 #include "cli/measure.h"
 
+#include "cli/byte_gpt.h"
+#include "poise/plan.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
@@ -45,6 +48,36 @@ double copy_rate(int threads) {
 double product_seconds(c10::ScalarType dtype) {
   const auto a = at::zeros({512, 512}, at::TensorOptions().dtype(dtype));
   return best_seconds([&] { at::linear(a, a); });
+}
+
+CpuRates measure_cpu() {
+  config::ModelPolicy policy;
+  policy.layers = 4;
+  policy.width = 256;
+  policy.heads = 4;
+  policy.sequence_length = 256;
+  ByteGpt model(policy, 1);
+  const auto flops = 3 * plan::forward_flops(plan::byte_gpt(policy), policy.sequence_length);
+  // A line through seconds over FLOPs, each point weighed by its inverse: relative errors count.
+  double w = 0, x = 0, y = 0, xx = 0, xy = 0;
+  for (const std::int64_t rows : {1, 2, 4, 8}) {
+    const auto bytes = at::zeros({rows, policy.sequence_length}, at::kLong);
+    const double seconds = best_seconds([&] { model.forward(bytes).sum().backward(); });
+    const double work = flops * static_cast<double>(rows), weight = 1 / (seconds * seconds);
+    w += weight;
+    x += weight * work;
+    y += weight * seconds;
+    xx += weight * work * work;
+    xy += weight * work * seconds;
+  }
+  const double slope = (w * xy - x * y) / (w * xx - x * x);
+  CpuRates rates;
+  rates.float_flops = 1 / slope;
+  rates.overhead = std::max(0.0, (y - slope * x) / w) / static_cast<double>(policy.layers + 2);
+  rates.half_flops =
+      rates.float_flops * product_seconds(at::kFloat) / product_seconds(at::kBFloat16);
+  rates.memory_rate = 1e9 * copy_rate(at::get_num_threads());
+  return rates;
 }
 
 GroupRates group_rates(comm::Group& group) {

@@ -15,6 +15,15 @@ double copy_rate(int threads);
 // Seconds of a product of two 512 x 512 matrices.
 double product_seconds(c10::ScalarType dtype);
 
+// What training on the CPU reaches here, from forward and backward of a small transformer at four
+// micro-batches: seconds = links x overhead + FLOPs / rate.
+struct CpuRates {
+  double float_flops = 0, half_flops = 0;  // a second; half: by the ratio of bf16 matrix products
+  double memory_rate = 0;                  // bytes a second
+  double overhead = 0;                     // seconds of an embedding, block or head
+};
+CpuRates measure_cpu();
+
 // Gigabytes per second of gradient or parameter that a collective of 16 MiB gets through, the same
 // on all ranks of the group. All ranks.
 struct GroupRates {

@@ -5,6 +5,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "cli/plan_html.h"
+#include "cli/plan_machine.h"
 #include "cli/plan_page.h"
 #include "cli/run_plan.h"
 #include "poise/error.h"
@@ -86,6 +88,40 @@ std::int64_t bytes_of(const std::string& text) {
   return text.empty() ? 0 : memory::parse_bytes(text);
 }
 
+// Nothing, the optimizer's states, gradients too, parameters too.
+std::vector<config::OffloadPolicy> offloads(const std::string& where) {
+  const auto place = where == "file" ? config::Offload::file : config::Offload::host;
+  std::vector<config::OffloadPolicy> all(4);
+  for (std::size_t i = 1; i < all.size(); ++i) all[i].optimizer = place;
+  all[2].gradients = all[3].gradients = config::Offload::host;  // they are never in files
+  all[3].parameters = place;
+  return all;
+}
+
+plan::Price price_of(const PlanArguments& a) {
+  return {.gpu_hour = a.price, .utilisation = a.utilisation};
+}
+
+void write_html(const std::string& path, const Page& page) {
+  std::ofstream file(path);
+  file << page_html(page);
+  file.flush();
+  if (!file) fail("plan", "cannot write ", path, "; give another file with --html");
+}
+
+void print(std::ostream& out, const PlanArguments& a, Page page) {
+  const bool misfit = page.answer != nullptr && !page.answer->fits;
+  if (a.levers || misfit || (page.answer != nullptr && !a.html.empty())) {
+    page.levers = plan::levers(page.job);
+  }
+  if (!a.html.empty()) write_html(a.html, page);
+  if (a.json) {
+    out << page_json(page) << '\n';
+  } else {
+    print_page(out, page);
+  }
+}
+
 plan::Job described_job(const PlanArguments& a) {
   if (a.gpus.empty() || a.sequence == 0 || a.global_batch == 0) {
     fail("plan",
@@ -94,29 +130,26 @@ plan::Job described_job(const PlanArguments& a) {
   }
   plan::Job job;
   job.model = model_of(a.model);
-  job.machine = plan::read_machine(a.gpus);
+  job.machine = machine_of(a);
   job.sequence = a.sequence;
   job.global_batch = a.global_batch;
   job.micro_batch = a.micro_batch;
   job.precision = precision_of(a.precision);
   job.budget = bytes_of(a.memory);
+  if (!a.offload.empty()) job.offloads = offloads(a.offload);
   return job;
 }
 
 int plan_file(const PlanArguments& a, std::ostream& out) {
   const auto config = Config::from_json_file(a.file);
-  auto job = job_of(config, plan::read_machine(a.gpus.empty() ? "1xCPU" : a.gpus));
+  auto job = job_of(config, machine_of(a));
   if (!a.memory.empty()) job.budget = bytes_of(a.memory);
   if (a.micro_batch > 0) job.micro_batch = a.micro_batch;
   const auto written = as_written(config, job);
   const bool searched = job.budget > 0;
   const auto answer = searched ? plan::search(job) : plan::Answer{};
   const bool fits = !searched || written.memory.highest() <= job.budget;
-  if (a.json) {
-    out << page_json(job, searched ? &answer : nullptr, &written) << '\n';
-  } else {
-    print_page(out, job, searched ? &answer : nullptr, &written);
-  }
+  print(out, a, {job, searched ? &answer : nullptr, &written, {}, price_of(a)});
   return fits ? 0 : 1;
 }
 
@@ -142,14 +175,14 @@ int predict(const std::vector<std::string>& tables, std::ostream& out) {
 
 int plan(const PlanArguments& a, std::ostream& out) {
   if (!a.runs.empty()) return predict(a.runs, out);
+  if (a.calibrate) {
+    calibrate(a.machine, out);
+    return 0;
+  }
   if (!a.file.empty()) return plan_file(a, out);
   const auto job = described_job(a);
   const auto answer = plan::search(job);
-  if (a.json) {
-    out << page_json(job, &answer, nullptr) << '\n';
-  } else {
-    print_page(out, job, &answer, nullptr);
-  }
+  print(out, a, {job, &answer, nullptr, {}, price_of(a)});
   return answer.fits ? 0 : 1;
 }
 

@@ -4,16 +4,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <nlohmann/json.hpp>
 #include <ostream>
 
+#include "cli/plan_machine.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
 namespace poise::cli {
 namespace {
 
-using Json = nlohmann::ordered_json;
 using plan::Plan;
 
 constexpr double kGib = 1024.0 * 1024 * 1024;
@@ -36,8 +35,17 @@ std::string recomputed(const plan::Choice& choice) {
               choice.recompute == plan::Recompute::selective ? " selectively" : "");
 }
 
-double tokens_per_second(const plan::Job& job, const Plan& plan) {
-  return static_cast<double>(job.global_batch * job.sequence) / plan.time.total / plan.choice.ranks;
+std::string offloaded(const config::OffloadPolicy& offload) {
+  std::string names;
+  const std::pair<const char*, config::Offload> kinds[] = {{"optimizer", offload.optimizer},
+                                                           {"gradients", offload.gradients},
+                                                           {"parameters", offload.parameters}};
+  for (const auto& [kind, place] : kinds) {
+    if (place == config::Offload::none) continue;
+    names += join(names.empty() ? "" : ", ", kind,
+                  place == config::Offload::host ? " on the host" : " in a file");
+  }
+  return names;
 }
 
 void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
@@ -53,6 +61,8 @@ void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
     out << "; ZeRO stage " << c.stage
         << (c.keep_gathered ? ", parameters kept for the window" : "");
   }
+  const auto away = offloaded(c.offload);
+  if (!away.empty()) out << "; away: " << away;
   out << "\n\n  account              held          at the peak\n";
   for (std::size_t i = 0; i < m.at_peak.size(); ++i) {
     if (m.at_peak[i] == 0 && m.held[i] == 0) continue;
@@ -71,7 +81,9 @@ void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
       << " tokens/s on each): forward " << duration(t.forward) << ", backward "
       << duration(t.backward) << ", recomputation " << duration(t.recompute)
       << ", collectives that nothing hides " << duration(t.exposed) << ", optimizer "
-      << duration(t.update) << '\n';
+      << duration(t.update);
+  if (t.transfers > 0) out << ", transfers that nothing hides " << duration(t.transfers);
+  out << '\n';
 }
 
 void print_row(std::ostream& out, const Plan& plan, const char* mark) {
@@ -112,12 +124,36 @@ void print_front(std::ostream& out, const plan::Answer& answer) {
   }
 }
 
+void print_levers(std::ostream& out, const std::vector<plan::Lever>& levers) {
+  if (levers.empty()) return;
+  out << "\nWhat else would lower it, each alone (never done unasked):\n"
+         "    an update         peak            trains\n";
+  for (const auto& lever : levers) {
+    out << text("  %11s %12s %-14s %s: %s (%s)\n", duration(lever.plan.time.total).c_str(),
+                memory::format_bytes(lever.plan.memory.highest()).c_str(),
+                lever.fits ? "fits" : "does not fit",
+                lever.changes_numbers ? "differently" : "the same", lever.name.c_str(),
+                lever.setting.c_str());
+  }
+}
+
+void print_cost(std::ostream& out, const Page& page, const Plan& plan) {
+  if (page.price.gpu_hour <= 0) return;
+  const auto& job = page.job;
+  const auto cost =
+      plan::cost(plan, static_cast<double>(job.global_batch * job.sequence), page.price);
+  out << text("\nAt %g an hour for each device: %.0f a month of 730 hours, %.2f per billion tokens",
+              page.price.gpu_hour, cost.month, cost.billion_tokens);
+  out << text(" (%.0f%% of the paid hours train)\n", 100 * page.price.utilisation);
+}
+
 void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& answer) {
   if (!answer.fits) {
     const auto floor = answer.best.memory.highest();
     out << "\nNo plan fits into " << memory::format_bytes(answer.budget) << ". The smallest needs "
-        << memory::format_bytes(floor) << ", most of it " << answer.dominated_by
-        << "; with --memory "
+        << memory::format_bytes(floor) << ", "
+        << memory::format_bytes(std::max<std::int64_t>(0, floor - answer.budget))
+        << " more, most of it " << answer.dominated_by << "; with --memory "
         << text("%.2fGiB", std::ceil(100.0 * static_cast<double>(floor) / kGib) / 100)
         << " or more ranks it would be this one:\n";
   } else {
@@ -137,8 +173,14 @@ void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& a
 
 }  // namespace
 
-void print_page(std::ostream& out, const plan::Job& job, const plan::Answer* answer,
-                const Plan* written) {
+double tokens_per_second(const plan::Job& job, const Plan& plan) {
+  return static_cast<double>(job.global_batch * job.sequence) / plan.time.total / plan.choice.ranks;
+}
+
+void print_page(std::ostream& out, const Page& page) {
+  const auto& job = page.job;
+  const auto* answer = page.answer;
+  const auto* written = page.written;
   const auto& device = job.machine.device;
   out << job.model.name << ", " << text("%.4g", static_cast<double>(parameters(job.model)) / 1e6)
       << " M parameters, on " << job.machine.ranks << " x " << device.name << "; "
@@ -156,68 +198,18 @@ void print_page(std::ostream& out, const plan::Job& job, const plan::Answer* ans
     out << "\nAs the file says" << (fits ? "" : " (does not fit)") << ":\n";
     print_plan(out, job, *written);
   }
-  if (answer != nullptr) print_answer(out, job, *answer);
+  if (answer != nullptr) {
+    print_answer(out, job, *answer);
+    print_levers(out, page.levers);
+    print_cost(out, page, answer->best);
+  } else if (written != nullptr) {
+    print_cost(out, page, *written);
+  }
   out << "\nBytes follow from the operations; times from "
-      << (device.place == plan::Place::cpu ? "a guess, for no CPU was measured"
-                                           : "data sheets and an estimated share of them")
+      << (is_measured(device)                ? "rates that were measured here"
+          : device.place == plan::Place::cpu ? "a guess, for no CPU was measured (--calibrate does)"
+                                             : "data sheets and an estimated share of them")
       << " (docs/planner.md).\n";
-}
-
-namespace {
-
-Json accounts(const plan::Accounts& bytes) {
-  Json out = Json::object();
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    out[memory::name_of(static_cast<memory::Account>(i))] = bytes[i];
-  }
-  return out;
-}
-
-Json plan_json(const plan::Job& job, const Plan& plan) {
-  const auto& c = plan.choice;
-  const auto& t = plan.time;
-  return {{"micro_batch_size", c.micro_batch},
-          {"accumulation", c.accumulation},
-          {"ranks", c.ranks},
-          {"stage", c.stage},
-          {"keep_gathered", c.keep_gathered},
-          {"recomputed_blocks", std::count(c.recomputed.begin(), c.recomputed.end(), true)},
-          {"selective", c.recompute == plan::Recompute::selective},
-          {"loss_chunk_tokens", c.loss_chunk_tokens},
-          {"peak_bytes", plan.memory.peak},
-          {"peak_moment", plan.memory.moment},
-          {"build_bytes", plan.memory.build},
-          {"held", accounts(plan.memory.held)},
-          {"at_peak", accounts(plan.memory.at_peak)},
-          {"seconds",
-           {{"update", t.total},
-            {"forward", t.forward},
-            {"backward", t.backward},
-            {"recompute", t.recompute},
-            {"exposed_collectives", t.exposed},
-            {"optimizer", t.update}}},
-          {"tokens_per_second_per_rank", tokens_per_second(job, plan)}};
-}
-
-}  // namespace
-
-std::string page_json(const plan::Job& job, const plan::Answer* answer, const Plan* written) {
-  Json out{{"model", job.model.name},           {"parameters", parameters(job.model)},
-           {"device", job.machine.device.name}, {"ranks", job.machine.ranks},
-           {"sequence", job.sequence},          {"global_batch", job.global_batch}};
-  if (written != nullptr) out["as_written"] = plan_json(job, *written);
-  if (answer == nullptr) return out.dump(2);
-  out["budget_bytes"] = answer->budget;
-  out["fits"] = answer->fits;
-  out[answer->fits ? "best" : "smallest"] = plan_json(job, answer->best);
-  if (!answer->fits) out["dominated_by"] = answer->dominated_by;
-  if (answer->has_runner_up) {
-    out["runner_up"] = plan_json(job, answer->runner_up);
-    out["runner_up"]["slower_by"] = answer->why;
-  }
-  for (const auto& plan : answer->front) out["front"].push_back(plan_json(job, plan));
-  out["settings"] = Json::parse(plan::settings(answer->best.choice));
-  return out.dump(2);
 }
 
 }  // namespace poise::cli

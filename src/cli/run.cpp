@@ -29,6 +29,30 @@ struct Arguments {
   InspectArguments inspect;
 };
 
+void describe_machine(CLI::App& plan, PlanArguments& arguments) {
+  plan.add_option("--gpus", arguments.gpus,
+                  "count and device, 8 to a node: 8xH100-80GB; or a JSON file that describes one: "
+                  "8xdevice.json (memory, half_flops, memory_rate, ...)");
+  const auto count = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
+  auto* nodes = plan.add_option("--nodes", arguments.nodes, "nodes of so many devices each");
+  auto* per_node = plan.add_option("--per-node", arguments.per_node, "devices of a node");
+  nodes->check(count)->excludes(per_node);
+  per_node->check(count);
+  plan.add_option("--node-link", arguments.node_link, "GB/s between devices of a node, one way")
+      ->check(CLI::PositiveNumber);
+  plan.add_option("--network", arguments.network, "GB/s of each device to other nodes, one way")
+      ->check(CLI::PositiveNumber);
+  plan.add_option("--price", arguments.price, "of a device, by the hour: adds what plans cost")
+      ->check(CLI::NonNegativeNumber);
+  plan.add_option("--utilisation", arguments.utilisation, "share of the paid hours that train")
+      ->check(CLI::Range(1e-6, 1.0));
+  plan.add_flag("--calibrate", arguments.calibrate,
+                "measure this CPU for as many threads as torch has, and keep its rates for plans");
+  plan.add_option("--machine", arguments.machine,
+                  "file of measured rates; default: $POISE_MACHINE, else "
+                  "~/.config/poise/machine.json");
+}
+
 void describe_plan(CLI::App& app, PlanArguments& arguments) {
   auto* plan = app.add_subcommand(
       "plan",
@@ -38,8 +62,8 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
                                  "known name (a wrong one lists them), or a JSON file with layers, "
                                  "width, heads, ffn, vocabulary and, where they differ from a "
                                  "Llama's, kv_heads, head_width, mlp, tied, biases, positions");
-  plan->add_option("--gpus", arguments.gpus, "count and device, 8 to a node: 8xH100-80GB");
   const auto size = CLI::Range(std::int64_t{1}, std::int64_t{1} << 31);
+  describe_machine(*plan, arguments);
   auto* sequence = plan->add_option("--seq", arguments.sequence, "tokens of a sequence");
   auto* batch = plan->add_option("--global-batch", arguments.global_batch,
                                  "sequences of an update on all ranks together; always kept");
@@ -51,6 +75,15 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
                    "bf16 (16-bit parameters, fp32 masters), bf16-autocast or fp32; default bf16")
       ->check(CLI::IsMember({"bf16", "bf16-autocast", "fp32"}))
       ->excludes(file);
+  plan->add_option("--offload", arguments.offload,
+                   "what may lie on the host or in a file is searched too: host or file")
+      ->check(CLI::IsMember({"host", "file"}))
+      ->excludes(file);
+  plan->add_flag("--levers", arguments.levers,
+                 "what else would lower the need, and what each lever buys");
+  plan->add_option("--html", arguments.html,
+                   "a file that gets a page with drawings: memory over an update, time against "
+                   "memory, what each lever buys");
   plan->add_flag("--json", arguments.json, "everything as JSON");
   auto* runs = plan->add_option("--runs", arguments.runs,
                                 "tables of runs of other frameworks: prints what each is predicted "
@@ -61,6 +94,9 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
       "Examples:\n"
       "  poise plan --model llama-3-8b --gpus 8xH100-80GB --seq 8192 --global-batch 512\n"
       "  poise plan run.json --memory 200MiB\n"
+      "  poise plan --model gpt2-xl --gpus 4xA100-40GB --nodes 2 --network 12.5 --price 1.8 --seq "
+      "1024 --global-batch 64\n"
+      "  poise plan --calibrate\n"
       "The exit code is 1 where the plan does not fit.");
 }
 
@@ -111,8 +147,9 @@ int dispatch(const CLI::App& app, const Arguments& arguments) {
   }
   if (app.got_subcommand("plan")) {
     const auto& asked = arguments.plan;
-    if (asked.file.empty() && asked.model.empty() && asked.runs.empty()) {
-      std::cerr << "poise: error: plan needs a file, --model or --runs; run with --help for more "
+    if (asked.file.empty() && asked.model.empty() && asked.runs.empty() && !asked.calibrate) {
+      std::cerr << "poise: error: plan needs a file, --model, --runs or --calibrate; run with "
+                   "--help for more "
                    "information\n";
       return kUsage;
     }

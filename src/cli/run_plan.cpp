@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cli/plan_machine.h"
 #include "poise/checkpointing.h"
 #include "poise/error.h"
 #include "poise/memory.h"
@@ -66,12 +67,10 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   if (config.model.builtin != "byte_gpt") {
     fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
   }
-  for (const auto where : {config.offload.optimizer, config.offload.gradients,
-                           config.offload.parameters, config.offload.activations}) {
-    if (where == config::Offload::none) continue;
+  if (config.offload.activations != config::Offload::none) {
     fail("plan",
-         "the run offloads, which plans do not count yet; take the section offload out, or give "
-         "batch.micro_batch_size");
+         "the run offloads activations, which plans do not count yet; take offload.activations "
+         "out, or give batch.micro_batch_size");
   }
   plan::Job job;
   job.machine = std::move(machine);
@@ -80,6 +79,7 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   job.precision = config.precision;
   job.optimizer = config.optimizer;
   job.budget = config.memory.budget_bytes;
+  job.offloads = {config.offload};
   job.threads = at::get_num_threads();
   const auto ranks = job.machine.ranks;
   job.global_batch = config.batch.global_batch_size;
@@ -104,6 +104,7 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
   choice.loss_chunk_tokens = config.model.loss_chunk_tokens;
   choice.recomputed = recomputed(config, job.model.layers);
   choice.recompute = recompute(config);
+  choice.offload = config.offload;
   const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
   const auto chain =
       plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
@@ -116,6 +117,7 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
 
 Balance find_balance(const Config& config, int ranks) {
   auto machine = plan::read_machine(join(ranks, "xCPU"));
+  machine.device = this_cpu();
   auto job = job_of(config, std::move(machine));
   if (config.zero.stage > 0) job.stages = {static_cast<int>(config.zero.stage)};
   if (config.checkpointing.policy != "none") {

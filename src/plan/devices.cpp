@@ -33,7 +33,8 @@ std::vector<Device> make_all() {
       {"RTX-4090-24GB", gib(23.5), 165 * T, 82.6 * T, 1008 * G, 12.5 * G, 3 * G, 0.55},
       {"RTX-3090-24GB", gib(23.6), 71 * T, 35.6 * T, 936 * G, 12.5 * G, 3 * G, 0.55},
       // Not one machine: its time is a guess, its bytes are exact.
-      {"CPU", gib(1 << 20), 0.1 * T, 0.1 * T, 20 * G, 5 * G, 1 * G, 0.5, Place::cpu},
+      {"CPU", gib(1 << 20), 0.1 * T, 0.1 * T, 20 * G, 5 * G, 1 * G, 0.5, Place::cpu, 20 * G, 1 * G,
+       20 * G, 0, 16},
   };
 }
 

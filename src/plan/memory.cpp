@@ -1,149 +1,162 @@
 // The highest moment of an update: what is held, plus what forward and backward add link by link.
-//
-// [Note: moments] While link i runs forward, the links before it keep what they saved; while its
-// backward runs, the links after it have let go. At stage 3 a link's parameters are whole, those
-// that come next are on their way, and those of the rest are whole throughout. Where gradients are
-// joined in every micro-batch, a link's whole fp32 gradients fill while those of the link after it
-// travel, and the rest's wait for the end.
 #include <algorithm>
 
-#include "plan/states.h"
+#include "plan/moments.h"
 #include "poise/error.h"
 
 namespace poise::plan {
-namespace {
 
 using ::poise::memory::Account;
 
-class Moments {
- public:
-  Moments(const Chain& chain, const Choice& choice, const Widths& widths)
-      : chain_(chain), choice_(choice), widths_(widths), split_(split_of(choice)) {
-    memory_.held = states(chain.flats, choice, widths);
-    int block = 0;
-    for (const auto& link : chain.links) {
-      auto mode = Recompute::none;
-      if (link.block) {
-        const auto place = static_cast<std::size_t>(block++);
-        if (place < choice.recomputed.size() && choice.recomputed[place]) mode = choice.recompute;
-      }
-      modes_.push_back(mode);
+Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
+    : chain_(chain),
+      choice_(choice),
+      widths_(widths),
+      split_(split_of(choice)),
+      held_(states(chain.flats, choice, widths)),
+      waiting_(chain.links.size()) {
+  int block = 0;
+  for (const auto& link : chain.links) {
+    auto mode = Recompute::none;
+    if (link.block) {
+      const auto place = static_cast<std::size_t>(block++);
+      if (place < choice.recomputed.size() && choice.recomputed[place]) mode = choice.recompute;
     }
+    modes_.push_back(mode);
   }
+  for (std::size_t i = waiting_.size(); i-- > 1;) {
+    waiting_[i - 1] = waiting_[i] + chain.links[i].held_gradient;
+  }
+}
 
-  Memory highest() {
-    forward();
-    backward();
-    build();
-    return std::move(memory_);
-  }
+std::int64_t Moments::flat_bytes(int flat, int width) const {
+  if (flat < 0) return 0;
+  return width * whole(chain_.flats[static_cast<std::size_t>(flat)].elements, choice_.ranks);
+}
 
- private:
-  const Pass& pass(std::size_t i) const {
-    return chain_.links[i].passes[static_cast<std::size_t>(modes_[i])];
-  }
-  // 16-bit copies of weights live in the graph of what is not recomputed.
-  std::int64_t casts(std::size_t i) const {
-    return modes_[i] == Recompute::none ? chain_.links[i].casts : 0;
-  }
-  std::int64_t flat_bytes(int flat, int width) const {
-    if (flat < 0) return 0;
-    return width * whole(chain_.flats[static_cast<std::size_t>(flat)].elements, choice_.ranks);
-  }
-  int flat_of(std::size_t i) const { return chain_.links[i].flat; }
+std::int64_t Moments::whole_parameters(int flat) const {
+  if (flat < 0) return 0;
+  return flat_bytes(flat, widths_.parameter) +
+         widths_.parameter *
+             whole(chain_.flats[static_cast<std::size_t>(flat)].frozen, choice_.ranks);
+}
 
-  // Whole parameters while link i runs and `next` is gathered ahead of it.
-  std::int64_t gathered(std::size_t i, std::size_t next) const {
-    if (!split_.parameters) return 0;
-    std::int64_t bytes = flat_bytes(chain_.rest, widths_.parameter);
-    if (choice_.keep_gathered) {
-      for (int flat = 0; flat < static_cast<int>(chain_.flats.size()); ++flat) {
-        if (flat != chain_.rest) bytes += flat_bytes(flat, widths_.parameter);
-      }
-      return bytes;
-    }
-    bytes += flat_bytes(flat_of(i), widths_.parameter);
-    if (next < chain_.links.size() && flat_of(next) != flat_of(i)) {
-      bytes += flat_bytes(flat_of(next), widths_.parameter);
+// Whole parameters while link i runs and `next` is gathered ahead of it.
+std::int64_t Moments::gathered(std::size_t i, std::size_t next) const {
+  if (!split_.parameters) return 0;
+  std::int64_t bytes = whole_parameters(chain_.rest);
+  if (choice_.keep_gathered) {
+    for (int flat = 0; flat < static_cast<int>(chain_.flats.size()); ++flat) {
+      if (flat != chain_.rest) bytes += whole_parameters(flat);
     }
     return bytes;
   }
-
-  // Whole gradients of this micro-batch that fill or travel during the backward of link i.
-  std::int64_t transient(std::size_t i) const {
-    if (choice_.ranks == 1) return 0;
-    const bool half = choice_.gradient_dtype != config::DType::fp32;
-    const int after = i + 1 < chain_.links.size() ? flat_of(i + 1) : -1;
-    std::int64_t bytes = half ? flat_bytes(after, 2) : 0;
-    if (!choice_.reduces_every) return bytes;
-    bytes += flat_bytes(chain_.rest, 4) + flat_bytes(flat_of(i), 4);
-    if (choice_.overlap && after != flat_of(i)) bytes += flat_bytes(after, 4);
-    return bytes;
+  bytes += whole_parameters(flat_of(i));
+  if (next < chain_.links.size() && flat_of(next) != flat_of(i)) {
+    bytes += whole_parameters(flat_of(next));
   }
+  return bytes;
+}
 
-  void look(std::int64_t activations, std::int64_t whole_parameters, std::int64_t travelling,
-            const char* what, const std::string& name) {
-    const auto bytes = total(memory_.held) + activations + whole_parameters + travelling;
-    if (bytes <= memory_.peak) return;
-    memory_.peak = bytes;
-    memory_.at_peak = memory_.held;
-    memory_.at_peak[static_cast<std::size_t>(Account::activations)] += activations;
-    memory_.at_peak[static_cast<std::size_t>(Account::gathered)] += whole_parameters;
-    memory_.at_peak[static_cast<std::size_t>(Account::communication)] += travelling;
-    memory_.moment = join(what, " of ", name);
+// Whole gradients of this micro-batch that fill or travel during the backward of link i.
+std::int64_t Moments::transient(std::size_t i) const {
+  if (choice_.ranks == 1) return 0;
+  const bool half = choice_.gradient_dtype != config::DType::fp32;
+  const int after = i + 1 < chain_.links.size() ? flat_of(i + 1) : -1;
+  std::int64_t bytes = half ? flat_bytes(after, 2) : 0;
+  if (!choice_.reduces_every) return bytes;
+  bytes += flat_bytes(chain_.rest, 4) + flat_bytes(flat_of(i), 4);
+  if (choice_.overlap && after != flat_of(i)) bytes += flat_bytes(after, 4);
+  return bytes;
+}
+
+Moments::Bytes Moments::forward(std::size_t i, Recompute mode, std::int64_t kept) const {
+  return {.activations = kept + casts(i, mode) + pass(i, mode).forward_peak,
+          .gathered = gathered(i, i + 1)};
+}
+
+Moments::Bytes Moments::backward(std::size_t i, Recompute mode, std::int64_t kept) const {
+  const auto again = mode == Recompute::none ? 0 : chain_.links[i].casts;
+  return {.activations = kept + waiting_[i] + casts(i, mode) + again + pass(i, mode).backward_peak,
+          .gathered = gathered(i, i == 0 ? size() : i - 1),
+          .communication = transient(i)};
+}
+
+std::int64_t Moments::saved(std::size_t i, Recompute mode) const {
+  return pass(i, mode).saved + casts(i, mode);
+}
+
+// The user's model is whole on every rank until its flats are made, one after the other; over
+// several ranks each flat passes through a whole copy.
+std::int64_t Moments::build() const {
+  std::int64_t highest = 0, theirs = 0, made = 0;
+  for (const auto& flat : chain_.flats) theirs += widths_.parameter * (flat.elements + flat.frozen);
+  for (const auto& flat : chain_.flats) {
+    auto held = states({flat}, choice_, widths_);
+    held[static_cast<std::size_t>(Account::communication)] = 0;
+    made += total(held);
+    const auto copy =
+        choice_.ranks > 1 ? widths_.parameter * whole(flat.elements, choice_.ranks) : 0;
+    highest = std::max(highest, theirs + made + copy);
+    theirs -= widths_.parameter * (flat.elements + flat.frozen);
   }
+  return highest;
+}
 
-  void forward() {
-    kept_ = 0;
-    for (std::size_t i = 0; i < modes_.size(); ++i) {
-      look(kept_ + casts(i) + pass(i).forward_peak, gathered(i, i + 1), 0, "forward",
-           chain_.links[i].name);
-      kept_ += pass(i).saved + casts(i);
-    }
+namespace {
+
+Accounts at(const Moments& moments, const Moments::Bytes& bytes) {
+  auto accounts = moments.held();
+  accounts[static_cast<std::size_t>(Account::activations)] += bytes.activations;
+  accounts[static_cast<std::size_t>(Account::gathered)] += bytes.gathered;
+  accounts[static_cast<std::size_t>(Account::communication)] += bytes.communication;
+  return accounts;
+}
+
+// `look(what, link, bytes)` for every moment in its order.
+template <class Look>
+void walk(const Moments& moments, Look&& look) {
+  std::int64_t kept = 0;
+  for (std::size_t i = 0; i < moments.size(); ++i) {
+    look("forward of ", i, moments.forward(i, moments.mode(i), kept));
+    kept += moments.saved(i, moments.mode(i));
   }
-
-  void backward() {
-    std::int64_t waiting = 0;
-    for (std::size_t i = modes_.size(); i-- > 0;) {
-      kept_ -= pass(i).saved + casts(i);
-      const auto again = modes_[i] == Recompute::none ? 0 : chain_.links[i].casts;
-      look(kept_ + waiting + casts(i) + again + pass(i).backward_peak,
-           gathered(i, i == 0 ? modes_.size() : i - 1), transient(i), "backward",
-           chain_.links[i].name);
-      waiting += chain_.links[i].held_gradient;
-    }
+  for (std::size_t i = moments.size(); i-- > 0;) {
+    kept -= moments.saved(i, moments.mode(i));
+    look("backward of ", i, moments.backward(i, moments.mode(i), kept));
   }
-
-  // The user's model is whole on every rank until its flats are made, one after the other; over
-  // several ranks each flat passes through a whole copy.
-  void build() {
-    std::int64_t theirs = 0;
-    for (const auto& flat : chain_.flats) theirs += widths_.parameter * flat.elements;
-    std::int64_t made = 0;
-    for (const auto& flat : chain_.flats) {
-      auto held = states({flat}, choice_, widths_);
-      held[static_cast<std::size_t>(Account::communication)] = 0;
-      made += total(held);
-      const auto copy =
-          choice_.ranks > 1 ? widths_.parameter * whole(flat.elements, choice_.ranks) : 0;
-      memory_.build = std::max(memory_.build, theirs + made + copy);
-      theirs -= widths_.parameter * flat.elements;
-    }
-  }
-
-  const Chain& chain_;
-  const Choice& choice_;
-  const Widths& widths_;
-  const Split split_;
-  std::vector<Recompute> modes_;  // by link
-  std::int64_t kept_ = 0;
-  Memory memory_;
-};
+}
 
 }  // namespace
 
 Memory memory(const Chain& chain, const Choice& choice, const Widths& widths) {
-  return Moments(chain, choice, widths).highest();
+  const Moments all(chain, choice, widths);
+  Memory memory;
+  memory.held = all.held();
+  const auto held = total(memory.held);
+  const char* what = "";
+  std::size_t link = 0;
+  Moments::Bytes highest;
+  walk(all, [&](const char* pass, std::size_t i, const Moments::Bytes& bytes) {
+    if (held + bytes.all() <= memory.peak) return;
+    memory.peak = held + bytes.all();
+    highest = bytes;
+    what = pass;
+    link = i;
+  });
+  memory.at_peak = at(all, highest);
+  if (!chain.links.empty()) memory.moment = what + chain.links[link].name;
+  memory.build = all.build();
+  return memory;
+}
+
+std::vector<Moment> moments(const Chain& chain, const Choice& choice, const Widths& widths) {
+  const Moments all(chain, choice, widths);
+  std::vector<Moment> found;
+  walk(all, [&](const char* pass, std::size_t i, const Moments::Bytes& bytes) {
+    found.push_back({pass + chain.links[i].name, at(all, bytes)});
+  });
+  return found;
 }
 
 }  // namespace poise::plan

@@ -42,6 +42,7 @@ void check(const Job& job) {
 
 // Tokens of a chunk of the loss head: about 2^27 logits at a time. 0: whole logits are no more.
 std::int64_t chunk_for(const Job& job, std::int64_t micro_batch) {
+  if (job.traced) return 0;
   std::int64_t chunk = 256;
   while (2 * chunk * job.model.vocabulary <= 1 << 27) chunk *= 2;
   return chunk < micro_batch * job.sequence ? chunk : 0;
@@ -57,6 +58,7 @@ struct Sharding {
 // were).
 double uncertainty(const Job& job, const Plan& plan) {
   if (job.machine.device.place == Place::gpu) return 0;  // reserve() stands for it
+  if (job.traced) return 0;
   if (job.precision.dtype != config::DType::fp32) return 0.08;
   return plan.choice.recompute == Recompute::selective ? 0.03 : 0;
 }
@@ -66,7 +68,7 @@ class Search {
   explicit Search(const Job& job) : job_(job) {
     answer_.budget =
         job.budget > 0 ? job.budget : job.machine.device.memory - reserve(job.machine.device);
-    widths_ = widths(job.precision, job.optimizer);
+    widths_ = widths(job);
     shardings_ = {{0, false}};
     if (job.machine.ranks > 1)
       shardings_ = {{0, false}, {1, false}, {2, false}, {3, false}, {3, true}};
@@ -75,7 +77,18 @@ class Search {
         return std::find(job.stages.begin(), job.stages.end(), one.stage) == job.stages.end();
       });
     }
-    POISE_CHECK(!shardings_.empty());
+    for (const auto& sharding : shardings_) {
+      for (const auto& offload : job.offloads) {
+        // Ranks that all keep whole parameters have none to send away.
+        const bool away = offload.parameters != config::Offload::none;
+        if (!away || sharding.stage == 3 || job.machine.ranks == 1) {
+          combined_.push_back({sharding, offload});
+        }
+      }
+    }
+    if (combined_.empty()) {
+      fail("plan", "no stage that may be chosen can offload parameters; allow stage 3");
+    }
   }
 
   Answer run() {
@@ -94,10 +107,13 @@ class Search {
  private:
   void at(std::int64_t micro_batch, std::int64_t accumulation) {
     for (const auto chunk : chunks(micro_batch)) {
-      const auto made = chain(job_.model, {micro_batch, job_.sequence, chunk}, job_.precision,
-                              job_.machine.device.place, job_.threads);
-      for (const auto& sharding : shardings_) {
+      Choice shape;
+      shape.micro_batch = micro_batch;
+      shape.loss_chunk_tokens = chunk;
+      const auto made = chain(job_, shape);
+      for (const auto& [sharding, offload] : combined_) {
         Choice choice;
+        choice.offload = offload;
         choice.micro_batch = micro_batch;
         choice.accumulation = accumulation;
         choice.ranks = job_.machine.ranks;
@@ -122,7 +138,8 @@ class Search {
       choice.recomputed = job_.recomputed;
       return take(made, choice);
     }
-    const auto blocks = static_cast<std::size_t>(job_.model.layers);
+    const auto blocks = static_cast<std::size_t>(std::count_if(
+        made.links.begin(), made.links.end(), [](const Link& link) { return link.block; }));
     choice.recomputed.assign(blocks, false);
     take(made, choice);
     choice.recompute = Recompute::whole;
@@ -130,17 +147,55 @@ class Search {
       choice.recomputed[n] = true;
       take(made, choice);
     }
+    if (job_.traced) return uneven(made, choice);
     choice.recompute = Recompute::selective;
     take(made, choice);
   }
 
+  // Where blocks differ the first n need not be the best n.
+  void uneven(const Chain& made, Choice& choice) {
+    if (alike(made)) return;
+    auto best = cheapest_recompute(made, choice, widths_, answer_.budget - job_.extra_states);
+    if (!best && plans_.front().choice.micro_batch == choice.micro_batch) {
+      best = cheapest_recompute(made, choice, widths_, least_budget(made, choice, widths_));
+    }
+    if (!best) return;
+    choice.recomputed = *best;
+    take(made, choice);
+  }
+
+  static bool alike(const Chain& made) {
+    const Link* first = nullptr;
+    for (const auto& link : made.links) {
+      if (!link.block) continue;
+      if (first == nullptr) first = &link;
+      for (std::size_t mode = 0; mode < link.passes.size(); ++mode) {
+        const auto &a = link.passes[mode], &b = first->passes[mode];
+        if (a.saved != b.saved || a.forward_peak != b.forward_peak ||
+            a.backward_peak != b.backward_peak || a.again_flops != b.again_flops) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
   void take(const Chain& made, const Choice& choice) {
     Plan plan{choice, memory(made, choice, widths_), {}};
+    add_states(plan.memory);
     plan.time = time(made, choice, widths_, job_.precision, job_.machine,
                      choice.micro_batch * job_.sequence);
     const auto need = needs(plan);
     lowest_ = lowest_ == 0 ? need : std::min(lowest_, need);
     plans_.push_back(std::move(plan));
+  }
+
+  void add_states(Memory& memory) const {
+    const auto optimizer = static_cast<std::size_t>(::poise::memory::Account::optimizer);
+    memory.held[optimizer] += job_.extra_states;
+    memory.at_peak[optimizer] += job_.extra_states;
+    memory.peak += job_.extra_states;
+    memory.build += job_.extra_states;
   }
 
   std::int64_t needs(const Plan& plan) const {
@@ -204,6 +259,7 @@ class Search {
         {"recomputation", b.recompute - a.recompute},
         {"collectives that nothing hides", b.exposed - a.exposed},
         {"the optimizer's update", b.update - a.update},
+        {"transfers to host and file that nothing hides", b.transfers - a.transfers},
     };
     const auto* most = &parts[0];
     for (const auto& part : parts) {
@@ -226,6 +282,7 @@ class Search {
   const Job& job_;
   Widths widths_;
   std::vector<Sharding> shardings_;
+  std::vector<std::pair<Sharding, config::OffloadPolicy>> combined_;
   std::vector<Plan> plans_;
   std::int64_t lowest_ = 0;
   Answer answer_;
@@ -233,20 +290,63 @@ class Search {
 
 }  // namespace
 
+Chain chain(const Job& job, const Choice& choice) {
+  if (job.traced) return chain(*job.traced, choice.micro_batch);
+  return chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
+               job.precision, job.machine.device.place, job.threads);
+}
+
+Widths widths(const Job& job) {
+  return job.widths ? *job.widths : widths(job.precision, job.optimizer);
+}
+
 Answer search(const Job& job) {
   check(job);
   return Search(job).run();
 }
 
-std::string settings(const Choice& choice) {
+namespace {
+
+const char* name_of(config::Offload place) {
+  return place == config::Offload::host ? "host" : place == config::Offload::file ? "file" : "none";
+}
+
+std::string offloads(const config::OffloadPolicy& offload) {
+  std::string text;
+  const std::pair<const char*, config::Offload> kinds[] = {{"optimizer", offload.optimizer},
+                                                           {"gradients", offload.gradients},
+                                                           {"parameters", offload.parameters}};
+  for (const auto& [kind, place] : kinds) {
+    if (place == config::Offload::none) continue;
+    text += join(text.empty() ? "" : ", ", "\"", kind, "\": \"", name_of(place), "\"");
+  }
+  return text;
+}
+
+// The recomputed blocks as a policy: the first n where they are.
+std::string recomputed(const Choice& choice, const std::vector<std::string>& units) {
+  const auto& blocks = choice.recomputed;
+  const auto count = std::count(blocks.begin(), blocks.end(), true);
+  if (choice.recompute == Recompute::selective) return "{\"policy\": \"selective\"}";
+  if (std::all_of(blocks.begin(), blocks.begin() + count, [](bool b) { return b; })) {
+    return join("{\"policy\": \"first_m\", \"n\": ", count, "}");
+  }
+  std::string names;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (!blocks[i]) continue;
+    names += join(names.empty() ? "" : ", ", "\"", i < units.size() ? units[i] : join("blocks.", i),
+                  "\"");
+  }
+  return join("{\"policy\": \"list\", \"units\": [", names, "]}");
+}
+
+}  // namespace
+
+std::string settings(const Choice& choice, const std::vector<std::string>& units) {
   std::string text = join("{\"batch\": {\"micro_batch_size\": ", choice.micro_batch,
                           ", \"accumulation\": ", choice.accumulation, "}");
   const auto blocks = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
-  if (blocks > 0) {
-    text += choice.recompute == Recompute::selective
-                ? std::string(", \"checkpointing\": {\"policy\": \"selective\"}")
-                : join(", \"checkpointing\": {\"policy\": \"first_m\", \"n\": ", blocks, "}");
-  }
+  if (blocks > 0) text += join(", \"checkpointing\": ", recomputed(choice, units));
   if (choice.ranks > 1) {
     text += join(", \"zero\": {\"stage\": ", choice.stage,
                  choice.keep_gathered ? ", \"keep_gathered\": \"window\"}" : "}");
@@ -254,6 +354,8 @@ std::string settings(const Choice& choice) {
   if (choice.loss_chunk_tokens > 0) {
     text += join(", \"model\": {\"loss_chunk_tokens\": ", choice.loss_chunk_tokens, "}");
   }
+  const auto away = offloads(choice.offload);
+  if (!away.empty()) text += join(", \"offload\": {", away, "}");
   return text + "}";
 }
 

@@ -34,7 +34,9 @@ std::int64_t total(const Accounts& accounts) {
 Split split_of(const Choice& choice) {
   const int stage = choice.ranks > 1 ? choice.stage : 0;
   const bool every = choice.ranks > 1 && choice.reduces_every;
-  return {.optimizer = stage >= 1, .gradients = stage >= 2 && every, .parameters = stage >= 3};
+  const bool away = choice.offload.parameters != config::Offload::none;  // runs as at stage 3
+  return {
+      .optimizer = stage >= 1, .gradients = stage >= 2 && every, .parameters = stage >= 3 || away};
 }
 
 std::int64_t shard(std::int64_t elements, int ranks) {
@@ -44,17 +46,45 @@ std::int64_t shard(std::int64_t elements, int ranks) {
 
 std::int64_t whole(std::int64_t elements, int ranks) { return shard(elements, ranks) * ranks; }
 
+namespace {
+
+// Elements whose states a rank keeps.
+std::int64_t count(const std::vector<Flat>& flats, const Choice& choice) {
+  const bool split = split_of(choice).optimizer;
+  std::int64_t elements = 0;
+  for (const auto& flat : flats) {
+    elements += split ? shard(flat.elements, choice.ranks) : whole(flat.elements, choice.ranks);
+  }
+  return elements;
+}
+
+}  // namespace
+
 Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widths& w) {
   using memory::Account;
   const auto split = split_of(choice);
+  const auto away = [](config::Offload place) { return place != config::Offload::none; };
   Accounts held{};
   std::int64_t largest = 0;
+  double states_away =
+      away(choice.offload.optimizer)
+          ? choice.offload.optimizer_fraction * static_cast<double>(count(flats, choice))
+          : 0;
   for (const auto& flat : flats) {
     const auto mine = shard(flat.elements, choice.ranks);
     const auto all = whole(flat.elements, choice.ranks);
-    of(held, Account::parameters) += w.parameter * (split.parameters ? mine : all);
-    of(held, Account::optimizer) += (w.master + w.moments) * (split.optimizer ? mine : all);
-    of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);
+    const auto optimized = split.optimizer ? mine : all;
+    if (!away(choice.offload.parameters)) {
+      const auto frozen =
+          split.parameters ? shard(flat.frozen, choice.ranks) : whole(flat.frozen, choice.ranks);
+      of(held, Account::parameters) += w.parameter * ((split.parameters ? mine : all) + frozen);
+    }
+    // Whole flats from the first on, until the fraction is reached.
+    if (states_away <= 0) of(held, Account::optimizer) += (w.master + w.moments) * optimized;
+    states_away -= static_cast<double>(optimized);
+    if (!away(choice.offload.gradients)) {
+      of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);
+    }
     largest = std::max(largest, all);
   }
   if (choice.ranks > 1) of(held, Account::communication) = 4 * largest;  // scratch of reduces

@@ -1,0 +1,317 @@
+"""poise.plan: models traced without memory, held to what the engine then really holds."""
+
+from __future__ import annotations
+
+import poise
+import pytest
+import torch
+from poise import fake_trace
+from poise.models.byte_gpt import ByteGPT
+from torch import nn
+
+MIB = 2**20
+# Bytes inside operations (the scratch of fused attention), which a trace without memory cannot see.
+SCRATCH = 0.005
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def byte_gpt():
+    return ByteGPT(layers=4, width=128, heads=4, sequence_length=128)
+
+
+def rows(count):
+    return torch.randint(256, (count, 129), generator=torch.Generator().manual_seed(1))
+
+
+def byte_loss(model):
+    return lambda batch: model.loss(batch[:, :-1], batch[:, 1:])
+
+
+def measured_peak(model, batch_of, loss, plan):
+    """Of an engine that follows the plan's settings, over two updates."""
+    engine = poise.Engine(model, plan.settings)
+    model.train()
+    window = [batch_of(plan.micro_batch)] * plan.accumulation
+    for _ in range(2):
+        engine.step(window, lambda batch: (loss(batch), 1))
+    return engine.memory()["peak_bytes"]
+
+
+@pytest.mark.parametrize("budget", ["64MiB", "26MiB", "20MiB"])
+def test_a_plan_holds_what_it_says(budget):
+    model = byte_gpt()
+    answer = poise.plan(
+        model, rows(4), global_batch_size=8, loss_fn=byte_loss(model), memory_budget=budget
+    )
+    assert answer.fits and answer.traced_by == "fake tensors"
+    best = answer.best
+    assert best.peak_bytes <= answer.budget_bytes
+    measured = measured_peak(model, rows, byte_loss(model), best)
+    assert measured == pytest.approx(best.peak_bytes, rel=SCRATCH)
+    assert best.micro_batch * best.accumulation == 8
+
+
+def test_it_says_what_the_description_says():
+    model = byte_gpt()
+    answer = poise.plan(model, rows(1), global_batch_size=4, loss_fn=byte_loss(model))
+    assert sum(answer.best.held.values()) == 16 * sum(
+        -(-p.numel() // 256) * 256 for p in model.parameters()
+    )
+    moments = answer.moments()
+    assert [name for name, _ in moments][:3] == [
+        "forward of the embedding",
+        "forward of blocks.0",
+        "forward of blocks.1",
+    ]
+    assert max(sum(accounts.values()) for _, accounts in moments) == sum(
+        answer.best.at_peak.values()
+    )
+
+
+def test_nothing_is_allocated_and_nothing_changes():
+    with torch.device("meta"):
+        model = ByteGPT(layers=2, width=2048, heads=16, sequence_length=1024)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    model.eval()
+    answer = poise.plan(
+        model,
+        torch.empty(2, 1025, dtype=torch.long, device="meta"),
+        global_batch_size=64,
+        loss_fn=byte_loss(model),
+        gpus="8xH100-80GB",
+        precision="bf16",
+        gpu_hour=2.5,
+    )
+    assert answer.fits and answer.best.ranks == 8
+    assert answer.cost.month == pytest.approx(8 * 2.5 * 730)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert not model.training and all(p.device.type == "meta" for p in model.parameters())
+    assert "forward" not in model.blocks[0].__dict__
+
+
+class Uneven(nn.Module):
+    """The last blocks hold far more than the first ones, for as many FLOPs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(Wide(8 + 24 * i) for i in range(5))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Wide(nn.Module):
+    def __init__(self, copies):
+        super().__init__()
+        self.copies, self.linear = copies, nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + torch.stack([torch.sin(self.linear(x) * i) for i in range(self.copies)]).mean(0)
+
+
+def test_uneven_blocks_are_chosen_one_by_one():
+    torch.manual_seed(0)
+    model = Uneven()
+    x = torch.randn(256, 16)
+    free = poise.plan(model, x, global_batch_size=256, micro_batch_size=256)
+    budget = int(0.75 * free.best.peak_bytes)
+    answer = poise.plan(model, x, global_batch_size=256, micro_batch_size=256, memory_budget=budget)
+    chosen = answer.best.recomputed
+    assert answer.fits and 0 < len(chosen) < 5
+    # No first ones: the blocks after them hold most.
+    assert chosen != [f"blocks.{i}" for i in range(len(chosen))]
+    assert answer.best.settings["checkpointing"] == {"policy": "list", "units": chosen}
+    measured = measured_peak(model, lambda n: x[:n], lambda batch: model(batch).mean(), answer.best)
+    assert measured <= 1.01 * budget
+    assert measured == pytest.approx(answer.best.peak_bytes, rel=0.02)
+
+
+def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
+    model = byte_gpt()
+    answer = poise.plan(
+        model, rows(2), global_batch_size=4, loss_fn=byte_loss(model), memory_budget="10MiB"
+    )
+    assert not answer.fits
+    assert answer.missing_bytes == answer.floor_bytes - 10 * MIB > 0
+    assert answer.dominated_by == "optimizer"
+    again = poise.plan(
+        model,
+        rows(2),
+        global_batch_size=4,
+        loss_fn=byte_loss(model),
+        memory_budget=answer.floor_bytes,
+    )
+    assert again.fits
+    levers = {lever.name: lever for lever in answer.levers()}
+    assert levers["optimizer states on the host"].fits
+    assert not levers["optimizer states on the host"].changes_numbers
+    assert levers["moments in 8 bits"].changes_numbers
+    assert levers["moments in 8 bits"].plan.peak_bytes < answer.best.peak_bytes
+    assert answer.best.offload == {"optimizer": "none", "gradients": "none", "parameters": "none"}
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * float(x.mean())  # a number that only data has
+
+
+def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(caplog):
+    model = LooksAtValues()
+    before = [p.detach().clone() for p in model.parameters()]
+    answer = poise.plan(model, torch.randn(8, 32), global_batch_size=8)
+    assert answer.traced_by == "a measured micro-batch"
+    assert "does not run without data" in answer.notes[0] and "does not run" in caplog.text
+    assert all(map(torch.equal, before, model.parameters()))
+    measured = measured_peak(
+        model, lambda n: torch.randn(n, 32), lambda b: model(b).mean(), answer.best
+    )
+    assert measured == pytest.approx(answer.best.peak_bytes, rel=0.02)
+    with pytest.raises(poise.Error, match="loss_fn of its own"):
+        poise.plan(model, torch.randn(8, 32), global_batch_size=8, loss_fn=lambda b: model(b).sum())
+    with pytest.raises(fake_trace.Untraceable, match="LooksAtValues does not run without data"):
+        fake_trace.trace(
+            model, lambda b: model(b).sum(), torch.randn(2, 32), blocks=[], recomputed=False
+        )
+
+
+def test_batch_norm_keeps_the_micro_batch():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    images = torch.randn(4, 3, 16, 16)
+    answer = poise.plan(model, images, global_batch_size=16)
+    assert answer.best.micro_batch == 4 and "BatchNorm" in answer.notes[0]
+    sizes = {plan.micro_batch for plan in answer.front}
+    assert sizes == {4}
+    free = poise.plan(model, images, global_batch_size=16, separable_loss=True)
+    assert len({plan.micro_batch for plan in free.front}) > 1 and not free.notes
+
+
+def test_known_models_are_planned_by_name():
+    answer = poise.plan(
+        "llama-3-8b", 8192, global_batch_size=64, gpus="8xH100-80GB", precision="bf16"
+    )
+    assert answer.traced_by == "a description" and answer.fits
+    assert answer.runner_up is not None and answer.why
+    seconds = [plan.seconds["update"] for plan in answer.front]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": "8xZ9000"}, r"unknown device \"Z9000\"; known are .*H100-80GB"),
+        ({"gpus": "8xA100-80GB", "global_batch_size": 60}, "the nearest that are: 56 and 64"),
+        ({"precision": "int4"}, "unknown precision 'int4'; use one of fp32"),
+        ({"offload": "moon"}, "unknown place to offload to: 'moon'"),
+        ({"micro_batch_size": 3}, "does not divide the 64 sequences of each rank"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(change, message):
+    model = byte_gpt()
+    arguments = {"global_batch_size": 64, "loss_fn": byte_loss(model), **change}
+    with pytest.raises(poise.Error, match=message):
+        poise.plan(model, rows(2), **arguments)
+
+
+def test_unknown_models_and_samples_are_named():
+    with pytest.raises(poise.Error, match='unknown model "lama"; known are .*llama-3-8b'):
+        poise.plan("lama", 1024, global_batch_size=8)
+    with pytest.raises(poise.Error, match="give the tokens of a sequence"):
+        poise.plan("gpt2", rows(2), global_batch_size=8)
+    with pytest.raises(poise.Error, match="holds no tensor with samples"):
+        poise.plan(byte_gpt(), {"a": 1}, global_batch_size=8)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def llama_batch(count):
+    ids = torch.randint(500, (count, 64), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("budget", [None, "9MiB"])
+def test_a_llama_of_transformers_is_traced_and_holds_what_was_said(budget):
+    model = llama()
+    answer = poise.plan(model, llama_batch(2), global_batch_size=4, memory_budget=budget)
+    assert answer.traced_by == "fake tensors" and answer.fits
+    if budget is not None:
+        assert answer.best.recomputed or answer.best.micro_batch < 4
+    measured = measured_peak(model, llama_batch, lambda batch: model(**batch).loss, answer.best)
+    assert measured == pytest.approx(answer.best.peak_bytes, rel=SCRATCH)
+
+
+def test_a_mask_is_counted_as_one_that_masks():
+    """transformers drops a mask of ones, which only data can tell: less is held then, never more."""
+
+    def masked(count):
+        batch = llama_batch(count)
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:, -1] = 0
+        return {**batch, "attention_mask": mask}
+
+    model = llama()
+    answer = poise.plan(model, masked(2), global_batch_size=4)
+
+    def run(batch):
+        return model(**batch).loss
+
+    measured = measured_peak(model, masked, run, answer.best)
+    assert measured == pytest.approx(answer.best.peak_bytes, rel=SCRATCH)
+
+
+def test_frozen_parameters_hold_no_states():
+    model = byte_gpt()
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+    answer = poise.plan(model, rows(2), global_batch_size=2, loss_fn=byte_loss(model))
+    measured = measured_peak(model, rows, byte_loss(model), answer.best)
+    assert measured == pytest.approx(answer.best.peak_bytes, rel=0.03)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide(4) for _ in range(3))
+
+    def forward(self, x):
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_blocks_that_run_twice_are_recomputed_all_or_none(share):
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(64, 64)
+    free = poise.plan(model, x, global_batch_size=64, micro_batch_size=64)
+    budget = int(share * free.best.peak_bytes)
+    answer = poise.plan(model, x, global_batch_size=64, micro_batch_size=64, memory_budget=budget)
+    assert answer.best.recomputed == ([] if share == 1 else ["blocks.0", "blocks.1", "blocks.2"])
+    measured = measured_peak(model, lambda n: x[:n], lambda b: model(b).mean(), answer.best)
+    # A recomputed forward puts the generator's state (5 KB) back after it.
+    assert measured == pytest.approx(answer.best.peak_bytes, abs=8192)

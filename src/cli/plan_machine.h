@@ -1,0 +1,26 @@
+// The machine a plan is for: known devices, described ones, and this machine as it was measured.
+#pragma once
+
+#include <iosfwd>
+#include <string>
+
+#include "cli/plan.h"
+#include "poise/plan.h"
+
+namespace poise::cli {
+
+// Of the arguments; one CPU where they name no device. Throws Error.
+plan::Machine machine_of(const PlanArguments& arguments);
+
+// A device that a file describes: {"memory": "80GiB", "half_flops": 9.9e14, ...}.
+plan::Device described_device(const std::string& path);
+
+// The CPU of this machine: with the rates of `path`, or of the usual file, where
+// `poise plan --calibrate` wrote them; else with those of the table, which are a guess.
+plan::Device this_cpu(const std::string& path = "");
+bool is_measured(const plan::Device& device);
+
+// Measures the CPU and writes its rates, for this number of threads. Returns the file's path.
+std::string calibrate(const std::string& path, std::ostream& out);
+
+}  // namespace poise::cli

@@ -1,0 +1,58 @@
+// The moments of an update, link by link.
+//
+// [Note: moments] While link i runs forward, the links before it keep what they saved; while its
+// backward runs, the links after it have let go. At stage 3 a link's parameters are whole, those
+// that come next are on their way, and those of the rest are whole throughout. Where gradients are
+// joined in every micro-batch, a link's whole fp32 gradients fill while those of the link after it
+// travel, and the rest's wait for the end.
+#pragma once
+
+#include "plan/states.h"
+
+namespace poise::plan {
+
+class Moments {
+ public:
+  Moments(const Chain& chain, const Choice& choice, const Widths& widths);
+
+  std::size_t size() const { return modes_.size(); }
+  bool is_block(std::size_t i) const { return chain_.links[i].block; }
+  Recompute mode(std::size_t i) const { return modes_[i]; }
+
+  // Bytes of a moment, by what they are; `kept`: by the links before i.
+  struct Bytes {
+    std::int64_t activations = 0, gathered = 0, communication = 0;
+    std::int64_t all() const { return activations + gathered + communication; }
+  };
+  Bytes forward(std::size_t i, Recompute mode, std::int64_t kept) const;
+  Bytes backward(std::size_t i, Recompute mode, std::int64_t kept) const;
+  std::int64_t saved(std::size_t i, Recompute mode) const;
+
+  const Accounts& held() const { return held_; }
+  // Highest while the engine is built.
+  std::int64_t build() const;
+
+ private:
+  const Pass& pass(std::size_t i, Recompute mode) const {
+    return chain_.links[i].passes[static_cast<std::size_t>(mode)];
+  }
+  // 16-bit copies of weights live in the graph of what is not recomputed.
+  std::int64_t casts(std::size_t i, Recompute mode) const {
+    return mode == Recompute::none ? chain_.links[i].casts : 0;
+  }
+  std::int64_t flat_bytes(int flat, int width) const;
+  std::int64_t whole_parameters(int flat) const;
+  int flat_of(std::size_t i) const { return chain_.links[i].flat; }
+  std::int64_t gathered(std::size_t i, std::size_t next) const;
+  std::int64_t transient(std::size_t i) const;
+
+  const Chain& chain_;
+  const Choice& choice_;
+  const Widths& widths_;
+  const Split split_;
+  Accounts held_{};
+  std::vector<Recompute> modes_;       // by link
+  std::vector<std::int64_t> waiting_;  // by link: gradients of links after it that wait for the end
+};
+
+}  // namespace poise::plan
