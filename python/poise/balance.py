@@ -22,6 +22,10 @@ from poise.trace import Link, Trace
 
 logger = logging.getLogger("poise")
 
+REPEATS = 2  # of a run whose time counts
+LARGE_SHARE = 0.9  # of the budget that the largest trial may be said to hold
+CLOSE = 1.15  # candidates that are no slower than so many times the fastest are run themselves
+TRIED = 4  # of them
 FAILED_SHARE = 0.97  # after one that ran out, less than so much of what it was predicted to hold
 
 
@@ -110,7 +114,7 @@ def find(
     before = engine.checkpointing
     sizes = sorted(micro_batches or _divisors(samples))
     try:
-        fits = _fits(engine, batch_of, loss_fn, sizes, recompute)
+        fits = _fits(engine, batch_of, loss_fn, sizes, recompute, budget)
         candidates = _candidates(fits, sizes, samples, len(engine.blocks))
         if not candidates:
             raise _no_candidate(engine, sizes[0], budget)
@@ -121,12 +125,16 @@ def find(
 
 
 def predict(
-    engine: Engine, batch_of: Callable[[int], Any], loss_fn: Callable[[Any], Any], samples: int
+    engine: Engine,
+    batch_of: Callable[[int], Any],
+    loss_fn: Callable[[Any], Any],
+    samples: int,
+    budget: int,
 ) -> list[Candidate]:
     """All candidates of find(), none of them tried; the engine is left as it was."""
     before, sizes = engine.checkpointing, _divisors(samples)
     try:
-        fits = _fits(engine, batch_of, loss_fn, sizes, recompute=True)
+        fits = _fits(engine, batch_of, loss_fn, sizes, True, budget)
         return _candidates(fits, sizes, samples, len(engine.blocks))
     finally:
         engine.set_checkpointing(before)
@@ -138,21 +146,22 @@ def _fits(
     loss_fn: Callable[[Any], Any],
     sizes: Sequence[int],
     recompute: bool,
+    budget: int,
 ) -> list[_Fit | None]:
     """Of every block recomputed and of none; of one alone where there is nothing to choose."""
     policies = [engine.checkpointing]
     blocks = len(engine.blocks)
     if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
         policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
-    return [_Fit.of(engine, policy, sizes, batch_of, loss_fn) for policy in policies]
+    return [_Fit.of(engine, policy, sizes, batch_of, loss_fn, budget) for policy in policies]
 
 
 class _Fit:
-    """What a policy holds and takes at any micro-batch: a line through two measured ones."""
+    """What a policy holds and takes at any micro-batch: lines between measured ones."""
 
-    def __init__(self, low: tuple[int, Trace], high: tuple[int, Trace]) -> None:
-        self._low, self._high = low, high
-        self.held = low[1].held
+    def __init__(self, points: list[tuple[int, Trace]]) -> None:
+        self._points = points
+        self.held = points[0][1].held
 
     @classmethod
     def of(
@@ -162,43 +171,54 @@ class _Fit:
         sizes: Sequence[int],
         batch_of: Callable[[int], Any],
         loss_fn: Callable[[Any], Any],
+        budget: int | None = None,
     ) -> _Fit | None:
-        """None where not even the smallest fits."""
+        """None where not even the smallest fits.
+
+        The two smallest are run, and the largest that these say fits well into the budget: seconds
+        and peaks bend between small and large ones. It takes about as long as the update it stands for.
+        """
         engine.set_checkpointing(policy)
-
-        def measured(size: int) -> tuple[int, Trace]:
-            traces = [trace.measure(engine, batch_of(size), loss_fn) for _ in range(2)]
-            slowest = _agreed(engine.group, [min(t.seconds for t in traces)])[0]
-            return size, dataclasses.replace(traces[-1], seconds=slowest)
-
-        try:
-            low = measured(sizes[0])
-        except torch.OutOfMemoryError:
-            if engine.group.size > 1:
-                raise
+        points: list[tuple[int, Trace]] = []
+        for size in sizes[:2]:
+            try:
+                points.append((size, _timed(engine, batch_of(size), loss_fn)))
+            except torch.OutOfMemoryError:
+                if engine.group.size > 1:
+                    raise
+                break
+        if not points:
             return None
+        fit = cls(points)
+        if budget is None or len(points) < 2 or len(sizes) < 3:
+            return fit
+        held = sum(fit.held.values())
+        room = LARGE_SHARE * budget
+        peaks = _agreed(engine.group, [float(held + _peak(fit.links(size))) for size in sizes[2:]])
+        fitting = [size for size, peak in zip(sizes[2:], peaks, strict=True) if peak <= room]
+        if not fitting:
+            return fit
         try:
-            high = measured(sizes[1]) if len(sizes) > 1 else low
+            points.append((fitting[-1], _timed(engine, batch_of(fitting[-1]), loss_fn)))
         except torch.OutOfMemoryError:
             if engine.group.size > 1:
                 raise
-            high = low
-        return cls(low, high)
+        return cls(points)
 
     def links(self, size: int) -> list[Link]:
-        pairs = zip(self._low[1].links, self._high[1].links, strict=True)
+        low, high = self._around(size)
         return [
             Link(
                 *(
-                    self._line(size, getattr(a, field.name), getattr(b, field.name))
+                    self._line(size, low, high, getattr(a, field.name), getattr(b, field.name))
                     for field in dataclasses.fields(Link)
                 )
             )
-            for a, b in pairs
+            for a, b in zip(low[1].links, high[1].links, strict=True)
         ]
 
     def seconds(self, size: int) -> float:
-        low, high = self._low, self._high
+        low, high = self._around(size)
         if high[0] == low[0]:
             return low[1].seconds * size / low[0]
         # Noise must not make a part of the work free.
@@ -207,13 +227,30 @@ class _Fit:
 
     @property
     def known(self) -> int:
-        """The largest micro-batch that a line through one point alone says something of."""
-        return self._low[0] if self._high[0] == self._low[0] else 1 << 62
+        """The largest micro-batch that is known of: one point alone is no line."""
+        return self._points[0][0] if len(self._points) == 1 else 1 << 62
 
-    def _line(self, size: int, low: int, high: int) -> int:
-        if self._high[0] == self._low[0]:
-            return low
-        return low + (high - low) * (size - self._low[0]) // (self._high[0] - self._low[0])
+    def _around(self, size: int) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
+        """The two points that the line through `size` goes through."""
+        above = next((i for i, point in enumerate(self._points) if point[0] >= size), None)
+        last = len(self._points) - 1
+        high = last if above is None else max(above, min(1, last))
+        return self._points[max(0, high - 1)], self._points[high]
+
+    @staticmethod
+    def _line(
+        size: int, low: tuple[int, Trace], high: tuple[int, Trace], at_low: int, at_high: int
+    ) -> int:
+        if high[0] == low[0]:
+            return at_low
+        return at_low + (at_high - at_low) * (size - low[0]) // (high[0] - low[0])
+
+
+def _timed(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
+    """The bytes of the last of a few runs and the seconds of the fastest, the slowest rank's."""
+    traces = [trace.measure(engine, batch, loss_fn) for _ in range(REPEATS)]
+    slowest = _agreed(engine.group, [min(t.seconds for t in traces)])[0]
+    return dataclasses.replace(traces[-1], seconds=slowest)
 
 
 def _candidates(
@@ -279,25 +316,64 @@ def _choose(
     ]
     by_time = sorted(candidates, key=lambda c: (c.seconds, c.peak))
     held = next((fit.held for fit in fits if fit is not None), {})
+    several = len(fits) > 1
+    chosen = _fastest(engine, by_time, budget, batch_of, loss_fn, several=several)
+    if chosen is None:
+        raise _nothing(candidates, budget)
+    candidate, measured = chosen
+    engine.set_checkpointing(candidate.checkpointing if several else engine.checkpointing)
+    rest = candidate.peak - sum(held.values())
+    accounts = {**held, "activations": held.get("activations", 0) + rest}
+    return Balance(candidate, accounts, measured, _front(by_time), len(candidates))
+
+
+def _fastest(
+    engine: Engine,
+    by_time: list[Candidate],
+    budget: int,
+    batch_of: Callable[[int], Any],
+    loss_fn: Callable[[Any], Any],
+    *,
+    several: bool,
+) -> tuple[Candidate, int | None] | None:
+    """The fastest that fits and its measured peak; of those that are close all are run.
+
+    Predictions are lines; where two candidates are nearly as fast, running both decides. On several
+    ranks nothing is run, since memory must not run out on one of them.
+    """
     limit = float(budget)
+    if engine.group.size > 1:
+        fitting = next((c for c in by_time if c.peak <= limit), None)
+        return None if fitting is None else (fitting, None)
+    tried: list[tuple[float, Candidate, int]] = []  # seconds of an update
     for candidate in by_time:
-        if candidate.peak > limit:
+        if tried and (candidate.seconds > CLOSE * tried[0][1].seconds or len(tried) == TRIED):
+            break
+        if candidate.peak > limit or _alike(candidate, tried):
             continue
-        engine.set_checkpointing(candidate.checkpointing if len(fits) > 1 else engine.checkpointing)
-        measured = None
-        if engine.group.size == 1:
-            measured = _measured_peak(engine, batch_of(candidate.micro_batch), loss_fn)
-            if measured is None or measured > budget:
-                limit = FAILED_SHARE * candidate.peak
-                continue
-        rest = candidate.peak - sum(held.values())
-        accounts = {**held, "activations": held.get("activations", 0) + rest}
-        return Balance(candidate, accounts, measured, _front(by_time), len(candidates))
-    raise _nothing(candidates, budget)
+        if several:
+            engine.set_checkpointing(candidate.checkpointing)
+        found = _run(engine, batch_of(candidate.micro_batch), loss_fn)
+        if found is None or found[0] > budget:
+            limit = min(limit, FAILED_SHARE * candidate.peak)
+            continue
+        tried.append((found[1] * candidate.accumulation, candidate, found[0]))
+    if not tried:
+        return None
+    _, candidate, measured = min(tried, key=lambda run: run[0])
+    return candidate, measured
 
 
-def _measured_peak(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> int | None:
-    """The higher one of two windows; None where it ran out of memory.
+def _alike(candidate: Candidate, tried: list[tuple[float, Candidate, int]]) -> bool:
+    """Whether one of them differs in nothing but more recomputation, which is never faster."""
+    return any(
+        run.micro_batch == candidate.micro_batch and run.recomputed <= candidate.recomputed
+        for _, run, _ in tried
+    )
+
+
+def _run(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> tuple[int, float] | None:
+    """The higher peak and the shorter time of two windows; None where it ran out of memory.
 
     Says so where bytes stay held after a window, which the run to come holds on top of all that was
     predicted.
@@ -319,7 +395,8 @@ def _measured_peak(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) ->
             format_bytes(sum(kept.values())),
             ", ".join(f"{name} {format_bytes(count)}" for name, count in kept.items()),
         )
-    return max(sum(run.held.values()) + _peak(run.links) for run in runs)
+    peak = max(sum(run.held.values()) + _peak(run.links) for run in runs)
+    return peak, min(run.seconds for run in runs)
 
 
 def _front(by_time: list[Candidate]) -> list[Candidate]:

@@ -379,3 +379,89 @@ def test_a_collator_that_draws_numbers_draws_what_it_would_without_a_plan(tmp_pa
     given, _ = run(tmp_path / "given", per_device_train_batch_size=micro_batch)
     first = len(planned) - len(given)
     assert first > 0 and planned[first:] == given
+
+
+def candidates(*rows):
+    return [Candidate(size, 16 // size, recomputed, peak, s) for size, recomputed, peak, s in rows]
+
+
+@pytest.fixture
+def stub_engine():
+    class Group:
+        size = 1
+
+    class Stub:
+        group = Group()
+
+        def __init__(self):
+            self.policies = []
+
+        def set_checkpointing(self, policy):
+            self.policies.append(policy)
+
+    return Stub()
+
+
+def fastest(engine, rows, runs, monkeypatch, budget=1000):
+    """`runs`: (peak, seconds of a micro-batch) by micro-batch, or None."""
+    monkeypatch.setattr(balance, "_run", lambda engine, size, loss: runs[size])
+    return balance._fastest(engine, rows, budget, lambda size: size, None, several=True)
+
+
+def test_candidates_that_are_close_are_run_and_the_fastest_is_taken(stub_engine, monkeypatch):
+    rows = candidates((8, 0, 500, 1.0), (4, 0, 300, 1.05), (2, 0, 200, 1.1), (1, 0, 100, 9.0))
+    runs = {8: (500, 1.0), 4: (300, 0.2), 2: (200, 0.2)}  # updates: 2.0, 0.8, 1.6
+    found = fastest(stub_engine, rows, runs, monkeypatch)
+    assert found[0].micro_batch == 4 and found[1] == 300
+    assert len(stub_engine.policies) == 3  # what is far slower is not run
+
+
+def test_what_turns_out_too_large_is_left(stub_engine, monkeypatch):
+    rows = candidates((8, 0, 990, 1.0), (8, 2, 900, 1.05), (4, 0, 300, 1.1))
+    runs = {8: (1001, 0.1), 4: (300, 0.5)}
+    assert fastest(stub_engine, rows, runs, monkeypatch)[0].micro_batch == 4
+    assert fastest(stub_engine, rows, {8: None, 4: None}, monkeypatch) is None
+
+
+def test_more_recomputation_alone_is_not_run(stub_engine, monkeypatch):
+    rows = candidates((8, 0, 500, 1.0), (8, 1, 450, 1.01), (8, 2, 400, 1.02), (4, 1, 300, 1.03))
+    fastest(stub_engine, rows, {8: (500, 0.1), 4: (300, 0.5)}, monkeypatch)
+    assert len(stub_engine.policies) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
+def test_lines_go_through_the_nearest_measured_micro_batches(size):
+    def traced(n):
+        link = trace.Link(10 * n, 20 * n, max(100, 30 * n))  # a peak that bends
+        return trace.Trace([link], 1.0 + 0.1 * n, {"parameters": 5})
+
+    fit = balance._Fit([(n, traced(n)) for n in (1, 2, 8)])
+    links = fit.links(size)[0]
+    assert (links.saved, links.forward_peak) == (10 * size, 20 * size)
+    assert links.backward_peak >= max(100, 30 * size) or size > 8
+    if size in (1, 2, 8):
+        assert links.backward_peak == max(100, 30 * size)
+    assert fit.seconds(size) == pytest.approx(1.0 + 0.1 * size)
+    assert balance._Fit([(1, traced(1))]).known == 1
+
+
+def test_the_largest_micro_batch_that_fits_is_run_too(monkeypatch):
+    model = Net()
+    engine = engine_of(model)
+    sizes = []
+    real = trace.measure
+
+    def measure(engine, batch, loss):
+        sizes.append(len(batch["ids"]))
+        return real(engine, batch, loss)
+
+    monkeypatch.setattr(trace, "measure", measure)
+    policy = {"policy": "none"}
+    wide = balance._Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), 1 << 40)
+    assert sorted(set(sizes)) == [1, 2, 16]
+    sizes.clear()
+    low, high = (sum(wide.held.values()) + balance._peak(wide.links(n)) for n in (4, 8))
+    balance._Fit.of(
+        engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9
+    )
+    assert sorted(set(sizes)) == [1, 2, 4]

@@ -170,7 +170,7 @@ class LooksAtValues(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x * float(x.mean())  # a number that only data has
+        return x * float(x.detach().mean())  # a number that only data has
 
 
 def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(caplog):
