@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/blend.h"
 #include "kernels/body.h"
 #include "kernels/launch.h"
 #include "poise/export.h"
@@ -61,15 +62,6 @@ struct AdamState {
   float moment1;
   float moment2;
 };
-
-// a + weight x (b - a), from the nearer end: exact at both ends, and without the drift that
-// separately rounded beta and 1 - beta cause over many steps.
-POISE_BODY float blend(float moment, float value, float beta, float rest) {
-  const bool near_moment = rest < 0.5f;
-  const float start = near_moment ? moment : value;
-  const float stop = near_moment ? value : moment;
-  return start + (near_moment ? rest : beta) * (stop - start);
-}
 
 template <bool decoupled>
 POISE_BODY AdamState adamw_body(AdamState old, float gradient, const AdamConstants& constants) {

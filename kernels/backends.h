@@ -4,6 +4,10 @@
 
 #include "kernels/accumulate.h"
 #include "kernels/adamw.h"
+#include "kernels/adamw_low.h"
+#include "kernels/lamb.h"
+#include "kernels/lars.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/pack.h"
 #include "kernels/sgd.h"
@@ -15,6 +19,18 @@
                   double*);                                                                       \
   void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,                  \
              const AdamSettings&);                                                                \
+  void adamw_bf16(const Launch&, const AdamBf16Arrays&, const AdamLowSegment*, std::int64_t,      \
+                  const AdamSettings&);                                                           \
+  void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std::int64_t,      \
+                  const AdamSettings&);                                                           \
+  void lamb_squares(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,           \
+                    const AdamSettings&, double*);                                                \
+  void lamb(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,                   \
+            const AdamSettings&);                                                                 \
+  void lars(const Launch&, const LarsArrays&, const LarsSegment*, std::int64_t,                   \
+            const LarsSettings&);                                                                 \
+  void lion(const Launch&, const LionArrays&, const LionSegment*, std::int64_t,                   \
+            const LionSettings&);                                                                 \
   void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t, const SgdSettings&); \
   void pack(const Launch&, DType, DType, const PackPiece*, std::int64_t, float);                  \
   }

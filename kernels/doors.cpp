@@ -45,6 +45,80 @@ void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* se
   POISE_KERNEL_DISPATCH(launch, adamw, launch, arrays, segments, num_segments, settings)
 }
 
+void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+                std::int64_t num_segments, const AdamSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, adamw_bf16, launch, arrays, segments, num_segments, settings)
+}
+
+void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
+                std::int64_t num_segments, const AdamSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  for (std::int64_t s = 0; s < num_segments; ++s) {
+    POISE_CHECK(segments[s].begin % kQuantBlock == 0, segments[s].begin);
+  }
+  POISE_KERNEL_DISPATCH(launch, adamw_8bit, launch, arrays, segments, num_segments, settings)
+}
+
+LambConstants lamb_constants(const AdamSettings& settings, const LambSegment& segment) {
+  POISE_CHECK(settings.step >= 1, "updates are counted from 1");
+  const auto step = static_cast<double>(settings.step);
+  LambConstants constants{};
+  constants.factor = static_cast<float>(settings.factor);
+  constants.beta1 = static_cast<float>(settings.beta1);
+  constants.rest1 = static_cast<float>(1.0 - settings.beta1);
+  constants.beta2 = static_cast<float>(settings.beta2);
+  constants.rest2 = static_cast<float>(1.0 - settings.beta2);
+  constants.correction1 = static_cast<float>(1.0 / (1.0 - std::pow(settings.beta1, step)));
+  constants.root_correction2 =
+      static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(settings.beta2, step)));
+  constants.eps = static_cast<float>(settings.eps);
+  constants.decay = static_cast<float>(segment.weight_decay);
+  constants.step_size = static_cast<float>(segment.lr * segment.trust);
+  return constants;
+}
+
+void lamb_squares(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,
+                  std::int64_t num_segments, const AdamSettings& settings, double* squares) {
+  POISE_KERNEL_DISPATCH(launch, lamb_squares, launch, arrays, segments, num_segments, settings,
+                        squares)
+}
+
+void lamb(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,
+          std::int64_t num_segments, const AdamSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, lamb, launch, arrays, segments, num_segments, settings)
+}
+
+LarsConstants lars_constants(const LarsSettings& settings, double lr, double weight_decay) {
+  return {static_cast<float>(settings.factor), static_cast<float>(settings.momentum),
+          static_cast<float>(lr), static_cast<float>(weight_decay)};
+}
+
+void lars(const Launch& launch, const LarsArrays& arrays, const LarsSegment* segments,
+          std::int64_t num_segments, const LarsSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, lars, launch, arrays, segments, num_segments, settings)
+}
+
+LionConstants lion_constants(const LionSettings& settings, double lr, double weight_decay) {
+  LionConstants constants{};
+  constants.factor = static_cast<float>(settings.factor);
+  constants.beta1 = static_cast<float>(settings.beta1);
+  constants.rest1 = static_cast<float>(1.0 - settings.beta1);
+  constants.beta2 = static_cast<float>(settings.beta2);
+  constants.rest2 = static_cast<float>(1.0 - settings.beta2);
+  constants.lr = static_cast<float>(lr);
+  constants.keep = static_cast<float>(1.0 - lr * weight_decay);
+  return constants;
+}
+
+void lion(const Launch& launch, const LionArrays& arrays, const LionSegment* segments,
+          std::int64_t num_segments, const LionSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, lion, launch, arrays, segments, num_segments, settings)
+}
+
 SgdConstants sgd_constants(const SgdSettings& settings, double lr, double weight_decay) {
   return SgdConstants{static_cast<float>(settings.factor), static_cast<float>(weight_decay),
                       static_cast<float>(settings.momentum), static_cast<float>(lr),

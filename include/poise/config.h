@@ -50,13 +50,17 @@ struct ParamGroup {
 };
 
 struct OptimizerPolicy {
-  std::string type = "adamw";  // adamw, adam, sgd
+  std::string type = "adamw";  // adamw, adam, lamb, lars, lion, sgd
   double lr = 5e-5;
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  double momentum = 0;                  // sgd
+  std::string moments = "fp32";      // adamw, adam: fp32; bf16, 8bit: rounded
+  double trust_coefficient = 0.001;  // lars
+  double min_trust = 0;              // lamb: limits of the trust ratio; max 0: none
+  double max_trust = 0;
+  double momentum = 0;                  // sgd, lars
   bool nesterov = false;                // sgd
   std::string decay_rule = "matrices";  // matrices: only tensors of 2 or more dimensions; all
   double max_grad_norm = 1;             // global L2 norm; 0: no clipping

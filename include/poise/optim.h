@@ -1,5 +1,6 @@
-// Optimizers over flat spans in two phases, and learning rate schedules as pure functions of the
-// update count. An optimizer knows nothing of ranks: it sees this rank's spans.
+// Optimizers over flat spans, in two phases where they need sums over whole parameters, and
+// learning rate schedules as pure functions of the update count. An optimizer knows nothing of
+// ranks: it sees this rank's spans.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,16 +20,44 @@ namespace poise::optim {
 struct Segment {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  int group = 0;  // index into the groups' settings
+  int group = 0;                // index into the groups' settings
+  std::int64_t first = 0;       // place of element `begin` in its parameter, in memory order
+  std::uint64_t parameter = 0;  // a number that the parameter's name makes
+  int index = 0;                // of the parameter in Span::parameters
 };
 
-// This rank's contiguous run of one unit's parameters. All tensors 1-D with the same numel.
+// A whole parameter, of which a span may hold a piece.
+struct Parameter {
+  std::vector<std::int64_t> sizes, strides;
+};
+
+// An array that an optimizer keeps beside the masters, zero before update 1: one element for
+// `block` of theirs, counted from each parameter's begin. 256, where all parameters and shards
+// begin, is a multiple of `block`. Or `factored`: for each parameter of Span::parameters as many as
+// factored_numel() says, one after the other, whole on every rank and on the CPU.
+struct Moment {
+  at::ScalarType dtype = at::kFloat;
+  std::int64_t block = 1;
+  bool factored = false;
+};
+
+// Rows and columns of a parameter of two or more dimensions (the last two; each of the others
+// counts by itself): all sizes without the last one, then all without the last but one. Of less
+// dimensions: its elements.
+POISE_API std::int64_t factored_numel(const Parameter& parameter);
+
+// This rank's contiguous run of one unit's parameters. All tensors 1-D with the same numel, but
+// moments in blocks or factored.
 struct Span {
   at::Tensor master;                // fp32; the parameters themselves where they are fp32
   at::Tensor low;                   // bf16 or fp16 copy that forward uses; undefined for fp32
   at::Tensor gradient;              // fp32, bf16 or fp16: weighted sum over the window
-  std::vector<at::Tensor> moments;  // Optimizer::num_moments() tensors, fp32, zero before update 1
+  std::vector<at::Tensor> moments;  // as Optimizer::moments() says
   std::vector<Segment> segments;    // ascending, disjoint
+  // Where the optimizer has rounds(): all parameters of the unit, in order, and what earlier rounds
+  // of this update gave, summed over all ranks, on the CPU.
+  std::vector<Parameter> parameters;
+  std::vector<at::Tensor> sums;
 };
 
 // Settings of a parameter group at one update, schedule applied.
@@ -42,21 +71,29 @@ class POISE_API Optimizer {
   virtual ~Optimizer();
 
   virtual std::string name() const = 0;
-  virtual int num_moments() const = 0;
+  virtual std::vector<Moment> moments() const = 0;
+  int num_moments() const { return static_cast<int>(moments().size()); }
 
-  // Phase 1: per-span statistics that must be summed over ranks before phase 2 (trust ratios,
-  // factored moments); fp32, 1-D. Empty for AdamW, Adam and SGD.
-  virtual at::Tensor stats(const Span& span, const std::vector<GroupSettings>& groups,
-                           double factor) const;
+  // How often it needs sums over whole parameters (trust ratios, factored moments) before it may
+  // update any of their elements. 0: it is elementwise, or by blocks, and works on any piece.
+  virtual int rounds() const { return 0; }
 
-  // Phase 2, in place: gradient x factor is the mean clipped gradient. `update` counts applied
-  // updates from 1. Writes master, moments and low in one pass; does not touch gradient.
+  // What this span adds to the sums of a round: fp64, 1-D, on the span's device, in an order of the
+  // optimizer's own by span.parameters; zeros for parameters that have no piece here. Writes
+  // nothing.
+  virtual at::Tensor sums(int round, const Span& span, const std::vector<GroupSettings>& groups,
+                          std::int64_t update, double factor) const;
+
+  // In place: gradient x factor is the mean clipped gradient. `update` counts applied updates from
+  // 1. Writes master, moments and low in one pass; does not touch gradient.
   virtual void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
-                     double factor, const at::Tensor& summed_stats) const = 0;
+                     double factor) const = 0;
 };
 
-// Throws Error on an unknown type, naming the known ones.
-POISE_API std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy);
+// Throws Error on an unknown type, naming the known ones. `seed`: of optimizers that round at
+// random.
+POISE_API std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy,
+                                                    std::uint64_t seed = 0);
 
 // Multiplier of the peak learning rate for the update that follows `applied` applied updates
 // (0 for the first). Same shapes as transformers' schedules of those names.

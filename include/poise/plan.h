@@ -129,8 +129,8 @@ struct Choice {
 // Bytes per element, by what it is.
 struct Widths {
   int parameter = 4;
-  int master = 0;  // 0: the parameters are their own
-  int moments = 8;
+  int master = 0;      // 0: the parameters are their own
+  double moments = 8;  // of blocks of elements: a fraction
   int accumulator = 4;
   int wire = 4;
 };

@@ -15,6 +15,14 @@ double accumulate(Accumulate, float*, DType, const void*, std::int64_t begin, st
                   float weight, bool with_norm);
 void adamw(const AdamArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
            bool decoupled);
+void adamw_bf16(const AdamBf16Arrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
+                bool decoupled, const RandomPlace&);
+void adamw_8bit(const Adam8BitArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
+                bool decoupled, const RandomPlace&);
+double lamb_square(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
+void lamb(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
+void lars(const LarsArrays&, std::int64_t begin, std::int64_t count, const LarsConstants&);
+void lion(const LionArrays&, std::int64_t begin, std::int64_t count, const LionConstants&);
 void sgd(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
 void pack(DType, DType, const void*, void*, std::int64_t begin, std::int64_t count, float scale);
 std::uint32_t stream_read(const float*, std::int64_t begin, std::int64_t count);

@@ -5,6 +5,33 @@
 #include "kernels/stream.h"
 
 namespace poise::kernels::cpu {
+namespace {
+
+// out[s] = the sums of span s's chunks, in chunk order.
+void join_chunks(const ChunkMap& map, const std::vector<double>& sums, double* out) {
+  for (std::int64_t s = 0; s < map.spans(); ++s) {
+    double sum = 0;
+    for (std::int64_t c = map.first_chunk()[s]; c < map.first_chunk()[s + 1]; ++c) sum += sums[c];
+    out[s] = sum;
+  }
+}
+
+// loop(arrays, begin, count, constants, decoupled, place) over the chunks of all segments.
+template <class Loop, class Arrays>
+void adamw_low(Loop loop, const Launch& launch, const Arrays& arrays,
+               const AdamLowSegment* segments, std::int64_t num_segments,
+               const AdamSettings& settings) {
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const AdamLowSegment& segment = segments[chunk.span];
+    loop(arrays, segment.begin + chunk.offset, chunk.count,
+         adam_constants(settings, segment.lr, segment.weight_decay), settings.decoupled,
+         {random_key(segment.key), segment.first + chunk.offset});
+  });
+}
+
+}  // namespace
 
 void squared_norms(const Launch& launch, DType dtype, const void* base, const Piece* pieces,
                    std::int64_t num_pieces, double* out) {
@@ -15,11 +42,7 @@ void squared_norms(const Launch& launch, DType dtype, const void* base, const Pi
     sums[number] =
         loop.squared_norm(dtype, base, pieces[chunk.span].begin + chunk.offset, chunk.count);
   });
-  for (std::int64_t p = 0; p < num_pieces; ++p) {
-    double sum = 0;
-    for (std::int64_t c = map.first_chunk()[p]; c < map.first_chunk()[p + 1]; ++c) sum += sums[c];
-    out[p] = sum;
-  }
+  join_chunks(map, sums, out);
 }
 
 void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType gradient_dtype,
@@ -47,6 +70,65 @@ void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* se
     const AdamSegment& segment = segments[chunk.span];
     loop.adamw(arrays, segment.begin + chunk.offset, chunk.count,
                adam_constants(settings, segment.lr, segment.weight_decay), settings.decoupled);
+  });
+}
+
+void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+                std::int64_t num_segments, const AdamSettings& settings) {
+  adamw_low(loops().adamw_bf16, launch, arrays, segments, num_segments, settings);
+}
+
+void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
+                std::int64_t num_segments, const AdamSettings& settings) {
+  adamw_low(loops().adamw_8bit, launch, arrays, segments, num_segments, settings);
+}
+
+void lamb_squares(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,
+                  std::int64_t num_segments, const AdamSettings& settings, double* squares) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  std::vector<double> sums(map.chunks());
+  map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
+    const LambSegment& segment = segments[chunk.span];
+    sums[number] = loop.lamb_square(arrays, segment.begin + chunk.offset, chunk.count,
+                                    lamb_constants(settings, segment));
+  });
+  join_chunks(map, sums, squares);
+}
+
+void lamb(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,
+          std::int64_t num_segments, const AdamSettings& settings) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const LambSegment& segment = segments[chunk.span];
+    loop.lamb(arrays, segment.begin + chunk.offset, chunk.count, lamb_constants(settings, segment));
+  });
+}
+
+void lars(const Launch& launch, const LarsArrays& arrays, const LarsSegment* segments,
+          std::int64_t num_segments, const LarsSettings& settings) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const LarsSegment& segment = segments[chunk.span];
+    loop.lars(arrays, segment.begin + chunk.offset, chunk.count,
+              lars_constants(settings, segment.lr, segment.weight_decay));
+  });
+}
+
+void lion(const Launch& launch, const LionArrays& arrays, const LionSegment* segments,
+          std::int64_t num_segments, const LionSettings& settings) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const LionSegment& segment = segments[chunk.span];
+    loop.lion(arrays, segment.begin + chunk.offset, chunk.count,
+              lion_constants(settings, segment.lr, segment.weight_decay));
   });
 }
 

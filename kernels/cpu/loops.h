@@ -7,7 +7,11 @@
 
 #include "kernels/accumulate.h"
 #include "kernels/adamw.h"
+#include "kernels/adamw_low.h"
 #include "kernels/isa.h"
+#include "kernels/lamb.h"
+#include "kernels/lars.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/sgd.h"
 
@@ -22,6 +26,15 @@ struct Loops {
                        std::int64_t begin, std::int64_t count, float weight, bool with_norm);
   void (*adamw)(const AdamArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
                 bool decoupled);
+  void (*adamw_bf16)(const AdamBf16Arrays&, std::int64_t begin, std::int64_t count,
+                     const AdamConstants&, bool decoupled, const RandomPlace&);
+  void (*adamw_8bit)(const Adam8BitArrays&, std::int64_t begin, std::int64_t count,
+                     const AdamConstants&, bool decoupled, const RandomPlace&);
+  double (*lamb_square)(const AdamArrays&, std::int64_t begin, std::int64_t count,
+                        const LambConstants&);
+  void (*lamb)(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
+  void (*lars)(const LarsArrays&, std::int64_t begin, std::int64_t count, const LarsConstants&);
+  void (*lion)(const LionArrays&, std::int64_t begin, std::int64_t count, const LionConstants&);
   void (*sgd)(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
   void (*pack)(DType source_dtype, DType target_dtype, const void* source, void* target,
                std::int64_t begin, std::int64_t count, float scale);

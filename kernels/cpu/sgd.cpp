@@ -1,5 +1,5 @@
 // SGD over one chunk.
-#include "kernels/cpu/isa_loops.h"
+#include "kernels/cpu/copy_low.h"
 
 namespace poise::kernels::cpu::POISE_ISA {
 namespace {
@@ -15,14 +15,8 @@ void update_chunk(float* __restrict master, const Gradient* __restrict gradient,
   }
 }
 
-template <class Low>
-void copy_chunk(Low* __restrict low, const float* __restrict master, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) low[i] = from_float<Low>(master[i]);
-}
-
 }  // namespace
 
-// The copy is a second loop: a chunk of master is still in the nearest cache.
 void sgd(const SgdArrays& arrays, std::int64_t begin, std::int64_t count,
          const SgdConstants& constants) {
   float* master = arrays.master + begin;
@@ -35,12 +29,7 @@ void sgd(const SgdArrays& arrays, std::int64_t begin, std::int64_t count,
       update_chunk<false>(master, gradient, static_cast<float*>(nullptr), count, constants);
     }
   });
-  if (arrays.low == nullptr) return;
-  if (arrays.low_dtype == DType::bf16) {
-    copy_chunk(static_cast<Bf16*>(arrays.low) + begin, master, count);
-  } else {
-    copy_chunk(static_cast<F16*>(arrays.low) + begin, master, count);
-  }
+  copy_low(arrays.low, arrays.low_dtype, arrays.master, begin, count);
 }
 
 }  // namespace poise::kernels::cpu::POISE_ISA

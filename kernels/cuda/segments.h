@@ -46,6 +46,12 @@ class DeviceSegments {
   void run(Body body, const char* name) const {
     run_each_element(launch_, map_, body, name);
   }
+  // out[s] = the square sum of what body(segment, offset) returns for the elements of segment s.
+  template <class Body>
+  void sum(Body body, double* out, const char* name) const {
+    run_each_lane(launch_, map_, body, out, name);
+  }
+  const Spans& spans() const { return map_.spans(); }
   Segments<Constants> view() const { return {prepared_.data()}; }
 
  private:

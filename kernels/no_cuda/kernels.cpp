@@ -27,6 +27,33 @@ void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,
   refuse("adamw");
 }
 
+void adamw_bf16(const Launch&, const AdamBf16Arrays&, const AdamLowSegment*, std::int64_t,
+                const AdamSettings&) {
+  refuse("adamw_bf16");
+}
+
+void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std::int64_t,
+                const AdamSettings&) {
+  refuse("adamw_8bit");
+}
+
+void lamb_squares(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,
+                  const AdamSettings&, double*) {
+  refuse("lamb_squares");
+}
+
+void lamb(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t, const AdamSettings&) {
+  refuse("lamb");
+}
+
+void lars(const Launch&, const LarsArrays&, const LarsSegment*, std::int64_t, const LarsSettings&) {
+  refuse("lars");
+}
+
+void lion(const Launch&, const LionArrays&, const LionSegment*, std::int64_t, const LionSettings&) {
+  refuse("lion");
+}
+
 void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t, const SgdSettings&) {
   refuse("sgd");
 }

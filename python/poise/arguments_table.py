@@ -86,7 +86,12 @@ TABLE: tuple[Field, ...] = (
     ),
     *_mapped("of matrices, not of biases and norms", "weight_decay"),
     *_mapped("1.0 as in transformers; 0: no clipping", "max_grad_norm"),
-    *_mapped("adamw_torch, adamw_torch_fused, adam, sgd; others have no kernel yet", "optim"),
+    *_mapped(
+        "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit, adam, sgd, lion_32bit, lamb, lars; "
+        "paged_ names are the same optimizer, whose states offload_optimizer moves; others have no "
+        "kernel",
+        "optim",
+    ),
     *_mapped("the shapes of docs/config.md's schedule", "lr_scheduler_type"),
     *_mapped("updates; in (0, 1): the part of the run", "warmup_steps", "logging_steps"),
     *_mapped("updates; None: logging_steps", "eval_steps"),

@@ -23,6 +23,9 @@ logger = logging.getLogger("poise")
 MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "lars": ("momentum_buffer",),
+    "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
 }
 
@@ -33,7 +36,7 @@ def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     for parameter in _trained_by(optimizer) if engine.updates else ():
         moments = [moment.clone() for moment in engine.moments(parameter)]
         optimizer.state[parameter] = dict(zip(MOMENTS[kind], moments, strict=False))
-        if kind != "sgd":
+        if kind in ("adamw", "adam", "lamb"):
             optimizer.state[parameter]["step"] = torch.tensor(float(engine.updates))
 
 

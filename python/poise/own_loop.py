@@ -50,7 +50,8 @@ def wrap(
     Args:
       model: trained in place; gradients are the engine's, `.grad` stays empty. What the optimizer
         leaves out is frozen, with a warning.
-      optimizer: torch.optim.AdamW, Adam or SGD with its groups, settings and state.
+      optimizer: torch.optim.AdamW, Adam or SGD, or one of poise.optimizers, with its groups,
+        settings and state.
       scheduler: torch's schedulers of that optimizer (one, or a list): they step once per applied
         update. ReduceLROnPlateau, which watches a metric, steps whenever it is asked.
       loader: gives the batches; known to poise, the last window of an epoch may be short, and a
@@ -110,7 +111,7 @@ def _settings(
         changed = [
             f"{section}.{key}"
             for key, value in given[section].items()
-            if value != default[section][key] and key != "max_grad_norm"
+            if value != default[section][key] and key not in ("max_grad_norm", "moments")
         ]
         if changed:
             raise Error(
@@ -126,6 +127,7 @@ def _settings(
     given["optimizer"] = {
         **torch_settings.to_settings(optimizer),
         "max_grad_norm": asked.get("max_grad_norm", 0.0),
+        "moments": given["optimizer"]["moments"],
     }
     if accumulation != 1 or not given["batch"]["accumulation"]:
         given["batch"]["accumulation"] = accumulation

@@ -8,25 +8,41 @@ from typing import Any
 
 import torch
 
+from poise import optimizers
 from poise._C import Error
 
 _REFUSED = ("amsgrad", "maximize", "differentiable")  # in a group; all False by default
-_SHARED = ("betas", "eps", "momentum", "nesterov", "dampening", "decoupled_weight_decay")
+_FIXED = (
+    "decoupled_weight_decay",
+    "nesterov",
+    "min_coeff",
+    "max_coeff",
+    "trust_coefficient",
+)  # for as long as an engine lives
+_SHARED = ("betas", "eps", "momentum", "dampening", *_FIXED)
 _NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum")
+_KINDS = {  # by class; AdamW and Adam by their group's option, too
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.SGD: "sgd",
+    optimizers.Lion: "lion",
+    optimizers.Lamb: "lamb",
+    optimizers.Lars: "lars",
+}
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Its name in the engine's settings; raises Error on one that the engine has no kernel for."""
-    for known in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+    for known, kind in _KINDS.items():
         if isinstance(optimizer, known) and _same_step(type(optimizer), known):
-            if known is torch.optim.SGD:
-                return "sgd"
-            by_class = known is torch.optim.AdamW
-            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", by_class)
+            if kind not in ("adamw", "adam"):
+                return kind
+            decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", kind == "adamw")
             return "adamw" if decoupled else "adam"
     raise Error(
         f"[loop] the optimizer is {type(optimizer).__name__}; poise has kernels for torch.optim.AdamW, "
-        "Adam and SGD: use one of these, or keep this loop in plain torch"
+        "Adam and SGD, and for those of poise.optimizers: use one of these, or keep this loop in "
+        "plain torch"
     )
 
 
@@ -40,8 +56,15 @@ def to_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     settings |= {"weight_decay": float(first["weight_decay"]), "decay_rule": "all"}
     if kind == "sgd":
         return settings | {"momentum": first["momentum"], "nesterov": first["nesterov"]}
+    if kind == "lars":
+        names = ("momentum", "trust_coefficient")
+        return settings | {name: float(first[name]) for name in names}
+    if kind == "lamb":
+        limits = {"min_trust": "min_coeff", "max_trust": "max_coeff"}
+        settings |= {ours: float(first[name]) for ours, name in limits.items()}
     beta1, beta2 = (float(beta) for beta in first["betas"])
-    return settings | {"beta1": beta1, "beta2": beta2, "eps": float(first["eps"])}
+    settings |= {"beta1": beta1, "beta2": beta2}
+    return settings | ({"eps": float(first["eps"])} if "eps" in first else {})
 
 
 def check_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -78,8 +101,7 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
 def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an engine that was made for the optimizer cannot change any more."""
     first = optimizer.param_groups[0]
-    names = ("decoupled_weight_decay", "nesterov")
-    return {name: first[name] for name in names if name in first}
+    return {name: first[name] for name in _FIXED if name in first}
 
 
 def check_unchanged(optimizer: torch.optim.Optimizer, made_for: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poise import _C, torch_optimizer, torch_settings
+from poise import _C, optimizers, torch_optimizer, torch_settings
 from poise._C import Error, StepResult
 from poise.config import read_config
 from poise.schedule_arguments import to_schedule
@@ -23,7 +23,7 @@ class TorchOptimizer:
     """Goes with one run.
 
     Args:
-      optimizer: torch's AdamW, Adam or SGD over parameters of the model.
+      optimizer: torch's AdamW, Adam or SGD, or one of poise.optimizers, over parameters of the model.
       scheduler: steps after every applied update; None: rates stay.
     """
 
@@ -39,10 +39,12 @@ class TorchOptimizer:
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """The engine's settings with this optimizer in place of the arguments' own."""
         optimizer = torch_settings.to_settings(self._optimizer)
-        limit = config["optimizer"]["max_grad_norm"]
+        kept = {"max_grad_norm": config["optimizer"]["max_grad_norm"]}
+        if optimizer["type"] in ("adam", "adamw"):
+            kept["moments"] = config["optimizer"]["moments"]
         return {
             **config,
-            "optimizer": {**optimizer, "max_grad_norm": limit},
+            "optimizer": {**optimizer, **kept},
             "schedule": {"type": "constant"},
         }
 
@@ -94,8 +96,15 @@ def adamw(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
     kind = args.engine_optimizer
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
-    made = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     betas = (args.adam_beta1, args.adam_beta2)
+    if kind == "lars":
+        return optimizers.Lars(groups, lr=args.learning_rate)
+    if kind == "lion":
+        return optimizers.Lion(groups, lr=args.learning_rate, betas=betas)
+    if kind == "lamb":
+        made = optimizers.Lamb
+        return made(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    made = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     return made(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 

@@ -18,12 +18,22 @@ from poise._C import Error
 from poise.deepspeed import of_trainer
 from poise.profiling import Steps, read_steps
 
-OPTIMIZERS = {
+OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the states
     "adamw_torch_fused": "adamw",
     "adamw_torch": "adamw",
     "adamw": "adamw",
     "adam": "adam",
     "sgd": "sgd",
+    "lamb": "lamb",
+    "lars": "lars",
+    "lion": "lion",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw": "adamw",
+    "adamw_8bit": "adamw",
+    "adamw_bnb_8bit": "adamw",
+    "paged_adamw_8bit": "adamw",
 }
 FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}  # ZeRO stages
 
@@ -47,6 +57,7 @@ class _Arguments:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    optimizer_moments: str | None = None  # fp32, bf16, 8bit; None: fp32, or what optim says
     max_grad_norm: float = 1.0  # 0: no clipping
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
@@ -232,6 +243,12 @@ class TrainingArguments(_Arguments):
         return OPTIMIZERS[self.optim]
 
     @property
+    def engine_moments(self) -> str:
+        """What the optimizer's moments are kept in."""
+        named = "8bit" if self.optim.endswith("8bit") else "fp32"
+        return self.optimizer_moments or named
+
+    @property
     def deepspeed_settings(self) -> Any:
         """What the DeepSpeed file says; None: there is none."""
         return self._deepspeed
@@ -239,7 +256,10 @@ class TrainingArguments(_Arguments):
     def to_config(self, total_updates: int) -> dict[str, Any]:
         """The engine's settings for a run of so many updates."""
         config = self._config(total_updates)
-        return config if self._deepspeed is None else {**config, **of_trainer.sections(self)}
+        if self._deepspeed is not None:
+            optimizer = {**config["optimizer"], **of_trainer.moments(self)}
+            config |= {**of_trainer.sections(self), "optimizer": optimizer}
+        return config
 
     def _config(self, total_updates: int) -> dict[str, Any]:
         return {
@@ -255,6 +275,7 @@ class TrainingArguments(_Arguments):
                 "beta2": self.adam_beta2,
                 "eps": self.adam_epsilon,
                 "weight_decay": self.weight_decay,
+                "moments": self.engine_moments,
                 "max_grad_norm": self.max_grad_norm,
             },
             "schedule": schedule_arguments.to_schedule(self, total_updates),
@@ -287,6 +308,7 @@ class TrainingArguments(_Arguments):
         if self.bf16 and self.fp16:
             raise Error("[trainer] bf16 and fp16 are both on; choose one")
         _one_of("optim", self.optim, OPTIMIZERS)
+        _one_of("optimizer_moments", self.optimizer_moments, (None, "fp32", "bf16", "8bit"))
         _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
         _one_of("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
         _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))

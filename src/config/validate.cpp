@@ -57,8 +57,21 @@ void check_precision(const PrecisionPolicy& precision) {
 
 void check_optimizer(const OptimizerPolicy& optimizer) {
   const bool sgd = optimizer.type == "sgd";
-  only_for(sgd, optimizer.momentum != 0, "optimizer.momentum", "optimizer.type sgd");
+  const bool lamb = optimizer.type == "lamb", lars = optimizer.type == "lars";
+  const OptimizerPolicy defaults;
+  only_for(sgd || lars, optimizer.momentum != 0, "optimizer.momentum",
+           "optimizer.type sgd and lars");
+  only_for(lars, optimizer.trust_coefficient != defaults.trust_coefficient,
+           "optimizer.trust_coefficient", "optimizer.type lars");
+  only_for(lamb, optimizer.min_trust != 0, "optimizer.min_trust", "optimizer.type lamb");
+  only_for(lamb, optimizer.max_trust != 0, "optimizer.max_trust", "optimizer.type lamb");
+  if (optimizer.max_trust != 0 && optimizer.max_trust < optimizer.min_trust) {
+    fail("config", "optimizer.max_trust is ", optimizer.max_trust, " and min_trust ",
+         optimizer.min_trust, "; the first is 0 or the larger one");
+  }
   only_for(sgd, optimizer.nesterov, "optimizer.nesterov", "optimizer.type sgd");
+  only_for(optimizer.type == "adamw" || optimizer.type == "adam", optimizer.moments != "fp32",
+           "optimizer.moments", "optimizer.type adamw and adam");
   if (optimizer.nesterov && optimizer.momentum == 0) {
     fail("config", "optimizer.nesterov needs optimizer.momentum > 0; it is 0");
   }
@@ -117,6 +130,21 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
     fail("config", "zero.stage ", zero.stage,
          " sums gradients in fp32; set precision.fp32_accumulation, or stage 0");
   }
+}
+
+// What such an optimizer needs of whole parameters is summed on the device.
+void check_offload_of(const OptimizerPolicy& optimizer, const OffloadPolicy& offload) {
+  const bool whole = optimizer.type == "lamb" || optimizer.type == "lars";
+  const bool away = offload.optimizer != Offload::none || offload.gradients != Offload::none ||
+                    offload.parameters != Offload::none;
+  if (!whole || !away) return;
+  fail("config", "optimizer.type ", optimizer.type,
+       " needs sums over whole parameters before it updates any, so that its states, gradients and "
+       "parameters stay on the device; leave offload.",
+       offload.optimizer != Offload::none   ? "optimizer"
+       : offload.gradients != Offload::none ? "gradients"
+                                            : "parameters",
+       " out, or use adamw, adam, lion or sgd");
 }
 
 void check_offload(const OffloadPolicy& offload) {
@@ -212,6 +240,7 @@ void Config::validate() const {
   config::check_checkpointing(checkpointing);
   config::check_zero(zero, precision);
   config::check_offload(offload);
+  config::check_offload_of(optimizer, offload);
   config::check_model(model);
   config::check_train(train);
   config::check_state(state);

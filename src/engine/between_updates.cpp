@@ -15,6 +15,16 @@ using engine::WindowState;
 
 namespace {
 
+// Arrays of the parameter's shape, which another loop can read and write.
+void check_shaped(const optim::Optimizer& optimizer, const char* call) {
+  for (const auto& moment : optimizer.moments()) {
+    if (moment.block == 1 && moment.dtype != at::kByte && !moment.factored) continue;
+    fail("engine", call, ": ", optimizer.name(),
+         " keeps its moments in another form than numbers of the parameter's shape; save() and "
+         "load() keep them as they are");
+  }
+}
+
 void check_closed(const WindowState state, std::int64_t micro_batches, const char* call) {
   if (state == WindowState::closed) return;
   fail("engine", call, " was called in an open window of ", micro_batches,
@@ -80,7 +90,7 @@ void Engine::set_hyperparameters(const std::vector<optim::GroupSettings>& groups
   policy.beta2 = constants.beta2;
   policy.eps = constants.eps;
   policy.momentum = constants.momentum;
-  auto changed = optim::make_optimizer(policy);
+  auto changed = optim::make_optimizer(policy, impl_->config.engine.seed);
   if (changed->num_moments() != impl_->optimizer->num_moments()) {
     fail("engine", "momentum ", constants.momentum, " needs ", changed->num_moments(),
          " moments, but the engine was made with ", impl_->optimizer->num_moments(),
@@ -91,6 +101,7 @@ void Engine::set_hyperparameters(const std::vector<optim::GroupSettings>& groups
 }
 
 std::vector<at::Tensor> Engine::moments(const std::string& name) const {
+  check_shaped(*impl_->optimizer, "moments()");
   const auto [index, entry] = impl_->state_of(name);
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
   return impl_->guarded([&] {
@@ -108,6 +119,7 @@ std::vector<at::Tensor> Engine::moments(const std::string& name) const {
 
 void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>& values) {
   check_closed(impl_->state, impl_->micro_batches, "set_moments()");
+  check_shaped(*impl_->optimizer, "set_moments()");
   const auto [index, entry] = impl_->state_of(name);
   auto& moments = impl_->optimizer_states.states[index].moments;
   if (values.size() != moments.size()) {

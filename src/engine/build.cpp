@@ -59,28 +59,65 @@ void refuse_patterns_without_match(const ParamTable& table, const config::Optimi
 
 }  // namespace
 
+namespace {
+
+// FNV-1a: of the name alone, so that neither the layout nor the order of parameters counts.
+std::uint64_t number_of(const std::string& name) {
+  std::uint64_t number = 14695981039346656037u;
+  for (const char c : name) number = (number ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return number;
+}
+
+}  // namespace
+
 std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Shards& shards,
                                         int flat, const std::function<int(int)>& group_of) {
   std::vector<optim::Segment> segments;
   const auto optimized = shards.optimized(flat);
-  for (const int e : table.flats()[static_cast<std::size_t>(flat)].entries) {
+  const auto& entries = table.flats()[static_cast<std::size_t>(flat)].entries;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const int e = entries[i];
     const auto& entry = table.entries()[static_cast<std::size_t>(e)];
     const int group = group_of(e);
     const auto part = zero::overlap({entry.offset, entry.offset + entry.numel}, optimized);
     if (part.size() == 0) continue;
-    segments.push_back({part.begin - optimized.begin, part.end - optimized.begin, group});
+    segments.push_back({part.begin - optimized.begin, part.end - optimized.begin, group,
+                        part.begin - entry.offset, number_of(entry.name), static_cast<int>(i)});
   }
   return segments;
 }
 
 namespace {
 
-offload::SpanPtr make_moment(const OptimizerState& state, c10::Device device,
-                             const memory::Ledger& ledger, const Offloading& offloading) {
-  const auto numel = state.master->numel();
-  if (const auto place = offloading.states_of(state.flat)) return place->reserve(numel, at::kFloat);
+offload::SpanPtr make_moment(const OptimizerState& state, const optim::Moment& moment,
+                             c10::Device device, const memory::Ledger& ledger,
+                             const Offloading& offloading) {
+  if (moment.factored) {
+    std::int64_t numel = 0;
+    for (const auto& parameter : state.parameters) numel += optim::factored_numel(parameter);
+    memory::AccountScope scope(ledger, memory::Account::optimizer);
+    return offload::resident(at::zeros({numel}, at::TensorOptions(moment.dtype)));
+  }
+  const auto numel = state.master->numel() / moment.block;
+  if (const auto place = offloading.states_of(state.flat)) {
+    return place->reserve(numel, moment.dtype);
+  }
   memory::AccountScope scope(ledger, memory::Account::optimizer);
-  return offload::resident(at::zeros({numel}, at::TensorOptions(at::kFloat).device(device)));
+  return offload::resident(at::zeros({numel}, at::TensorOptions(moment.dtype).device(device)));
+}
+
+}  // namespace
+
+namespace {
+
+std::vector<optim::Parameter> parameters_of(const ParamTable::Flat& layout,
+                                            const zero::FlatStore& store) {
+  std::vector<optim::Parameter> parameters;
+  for (const int e : layout.entries) {
+    const auto& tensor = store.parameters()[static_cast<std::size_t>(e)];
+    parameters.push_back({tensor.sizes().vec(), tensor.strides().vec()});
+  }
+  return parameters;
 }
 
 }  // namespace
@@ -101,8 +138,11 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
     if (tensors.own_master) state.low = store.optimized_values(flat);
     const auto gradient = store.optimized_gradient(flat);
     state.gradient = offload::resident(gradient);
-    for (int m = 0; m < optimizer.num_moments(); ++m) {
-      state.moments.push_back(make_moment(state, tensors.values.device(), ledger, offloading));
+    if (optimizer.rounds() > 0) state.parameters = parameters_of(layout, store);
+    for (const auto& moment : optimizer.moments()) {
+      state.moments.push_back(
+          make_moment(state, moment, tensors.values.device(), ledger, offloading));
+      state.blocks.push_back(moment.factored ? 0 : moment.block);
     }
     state.segments = segments_of(table, shards, flat, [&](int e) {
       return index_of(made.groups, group_of(table.entries()[static_cast<std::size_t>(e)], policy));
@@ -241,7 +281,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),
       activations(make_activations(model)),
-      optimizer(optim::make_optimizer(config.optimizer)),
+      optimizer(optim::make_optimizer(config.optimizer, config.engine.seed)),
       optimizer_states(engine::make_states(table, store, shards, config.optimizer, *optimizer,
                                            ledger, offloading)),
       state_update(optimizer_states.states, config.offload, offloading.memory()),

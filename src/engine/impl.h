@@ -47,6 +47,9 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
 std::vector<optim::Segment> segments_of(const ParamTable& table, const zero::Shards& shards,
                                         int flat, const std::function<int(int)>& group_of);
 
+// The optimizer's moments as a manifest says them.
+std::vector<state::SavedMoment> saved_moments(const optim::Optimizer& optimizer);
+
 enum class WindowState {
   closed,  // no micro-batch since the last update
   open,    // gradients are being accumulated
@@ -140,6 +143,10 @@ struct Engine::Impl {
   void check_between_windows(const char* call) const;
   state::Contents contents();
   void add_pieces(std::vector<state::Piece>& pieces);
+  void add_factors(std::vector<state::Piece>& pieces, const engine::OptimizerState& kept,
+                   std::size_t moment);
+  void take_factors(const engine::OptimizerState& kept, std::size_t moment,
+                    const state::Saved& saved);
   state::Loaded load(const std::string& path, const state::LoadOptions& options);
   void take(const state::Saved& saved, const state::LoadOptions& options);
   void take_flat(int flat, const state::Saved& saved, const state::LoadOptions& options);

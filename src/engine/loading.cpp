@@ -116,10 +116,25 @@ void check_buffers(const state::Saved& saved, const std::vector<NamedTensor>& bu
 
 void check_optimizer(const state::Saved& saved, const optim::Optimizer& optimizer) {
   const auto& m = saved.manifest();
-  if (m.optimizer == optimizer.name() && m.moments == optimizer.num_moments()) return;
-  fail("engine", saved.path(), " was saved with the optimizer ", m.optimizer, " (", m.moments,
-       " moments), and this engine has ", optimizer.name(), " (", optimizer.num_moments(),
-       "); use that one, or load weights only");
+  if (m.optimizer == optimizer.name() && m.moments == engine::saved_moments(optimizer)) return;
+  fail("engine", saved.path(), " was saved with the optimizer ", m.optimizer, " (",
+       m.moments.size(), " moments), and this engine has ", optimizer.name(), " (",
+       optimizer.num_moments(), "); use that one, or load weights only");
+}
+
+// Blocks of elements are runs of memory: they hold for one order of dimensions alone.
+void check_order(const state::Saved& saved, const optim::Optimizer& optimizer,
+                 const ParamTable& table, const std::vector<at::Tensor>& parameters) {
+  const auto moments = optimizer.moments();
+  if (std::all_of(moments.begin(), moments.end(), [](auto& m) { return m.block == 1; })) return;
+  for (std::size_t e = 0; e < table.entries().size(); ++e) {
+    const auto* from = saved_of(table.entries()[e], saved);
+    const auto order = state::order_of(parameters[e].sizes(), parameters[e].strides());
+    if (from == nullptr || state::same_order(from->shape, from->order, order)) continue;
+    fail("engine", "parameter '", from->name, "' lies in memory in another order than in ",
+         saved.path(), ", and ", optimizer.name(),
+         " has moments of blocks of it; build the model as it was saved, or load weights only");
+  }
 }
 
 }  // namespace
@@ -145,7 +160,10 @@ state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptio
     saved.emplace(where);
     check_parameters(*saved, table, options);
     if (options.only.empty()) check_buffers(*saved, buffers);
-    if (!options.weights_only) check_optimizer(*saved, *optimizer);
+    if (!options.weights_only) {
+      check_optimizer(*saved, *optimizer);
+      check_order(*saved, *optimizer, table, store.parameters());
+    }
     saved->verify(group->rank(), group->size());
   } catch (const Error& error) {
     problem = error.what();
@@ -184,6 +202,20 @@ void Engine::Impl::take(const state::Saved& saved, const state::LoadOptions& opt
   take_random_states(saved);
 }
 
+void Engine::Impl::take_factors(const engine::OptimizerState& kept, std::size_t moment,
+                                const state::Saved& saved) {
+  const auto values = kept.moments[moment]->tensor();
+  std::int64_t begin = 0;
+  for (std::size_t i = 0; i < kept.parameters.size(); ++i) {
+    const int e = table.flats()[static_cast<std::size_t>(kept.flat)].entries[i];
+    const auto& from = *saved_of(table.entries()[static_cast<std::size_t>(e)], saved);
+    const auto count = optim::factored_numel(kept.parameters[i]);
+    saved.read(state::moment(static_cast<std::int64_t>(moment)), from, 0, from.order,
+               values.narrow(0, begin, count));
+    begin += count;
+  }
+}
+
 void Engine::Impl::take_flat(int flat, const state::Saved& saved,
                              const state::LoadOptions& options) {
   const auto& layout = table.flats()[static_cast<std::size_t>(flat)];
@@ -203,21 +235,25 @@ void Engine::Impl::take_flat(int flat, const state::Saved& saved,
     const auto& parameter = store.parameters()[static_cast<std::size_t>(e)];
     const auto order = state::order_of(parameter.sizes(), parameter.strides());
     const auto& from = *saved_of(entry, saved);
-    const auto read = [&](const std::string& kind, const at::Tensor& values) {
-      saved.read(kind, from, part.begin - entry.offset, order,
-                 values.narrow(0, part.begin - held.begin, part.size()));
+    const auto read = [&](const std::string& kind, const at::Tensor& values,
+                          std::int64_t block = 1) {
+      saved.read(
+          kind, from, (part.begin - entry.offset) / block, order,
+          values.narrow(0, (part.begin - held.begin) / block, (part.size() + block - 1) / block));
     };
     // What lives in a file goes there tile by tile.
-    const auto read_span = [&](const std::string& kind, offload::Span& span) {
-      if (const auto here = span.tensor(); here.defined()) return read(kind, here);
+    const auto read_span = [&](const std::string& kind, offload::Span& span,
+                               std::int64_t block = 1) {
+      if (const auto here = span.tensor(); here.defined()) return read(kind, here, block);
+      const auto count = (part.size() + block - 1) / block;
       // In another order a read goes through the whole parameter: then once.
       const bool in_order = state::same_order(from.shape, from.order, order);
-      const auto most = in_order ? std::min(part.size(), kTileElements) : part.size();
+      const auto most = in_order ? std::min(count, kTileElements) : count;
       const auto tile = offloading.memory().allocate(most, span.dtype());
-      for (std::int64_t at = 0; at < part.size(); at += most) {
-        const auto values = tile.narrow(0, 0, std::min(most, part.size() - at));
-        saved.read(kind, from, part.begin - entry.offset + at, order, values);
-        span.write(part.begin - held.begin + at, values);
+      for (std::int64_t at = 0; at < count; at += most) {
+        const auto values = tile.narrow(0, 0, std::min(most, count - at));
+        saved.read(kind, from, (part.begin - entry.offset) / block + at, order, values);
+        span.write((part.begin - held.begin) / block + at, values);
       }
     };
     const auto* kind = from.trainable ? state::kMaster : state::kValue;
@@ -230,8 +266,12 @@ void Engine::Impl::take_flat(int flat, const state::Saved& saved,
     }
     if (!layout.trainable || options.weights_only) continue;
     for (std::size_t n = 0; n < kept->moments.size(); ++n) {
-      read_span(state::moment(static_cast<std::int64_t>(n)), *kept->moments[n]);
+      if (kept->blocks[n] == 0) continue;
+      read_span(state::moment(static_cast<std::int64_t>(n)), *kept->moments[n], kept->blocks[n]);
     }
+  }
+  for (std::size_t n = 0; layout.trainable && n < kept->moments.size(); ++n) {
+    if (kept->blocks[n] == 0 && !options.weights_only) take_factors(*kept, n, saved);
   }
   if (!tensors.own_master) return;
   const auto low = store.optimized_values(flat);

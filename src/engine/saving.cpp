@@ -22,6 +22,14 @@ at::Tensor flat_of(const at::Tensor& tensor) { return tensor.detach().contiguous
 
 }  // namespace
 
+std::vector<state::SavedMoment> engine::saved_moments(const optim::Optimizer& optimizer) {
+  std::vector<state::SavedMoment> saved;
+  for (const auto& moment : optimizer.moments()) {
+    saved.push_back({state::dtype_name(moment.dtype), moment.block, moment.factored});
+  }
+  return saved;
+}
+
 state::Contents Engine::Impl::contents() {
   state::Contents made;
   auto& m = made.manifest;
@@ -29,7 +37,7 @@ state::Contents Engine::Impl::contents() {
   m.table_hash = table.hash();
   m.stage = config.zero.stage;
   m.optimizer = optimizer->name();
-  m.moments = optimizer->num_moments();
+  m.moments = engine::saved_moments(*optimizer);
   m.learning_rate = learning_rate();
   const auto scale = scaler.state();
   m.progress = {updates, skipped, scale.scale, scale.clean_updates, scale.overflows_in_row, {}};
@@ -46,11 +54,30 @@ state::Contents Engine::Impl::contents() {
   return made;
 }
 
+// Every rank has them whole: each parameter's are brought by one.
+void Engine::Impl::add_factors(std::vector<state::Piece>& pieces,
+                               const engine::OptimizerState& kept, std::size_t moment) {
+  const auto values = kept.moments[moment]->tensor();
+  const auto& entries = table.flats()[static_cast<std::size_t>(kept.flat)].entries;
+  std::int64_t begin = 0;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const auto count = optim::factored_numel(kept.parameters[i]);
+    if (entries[i] % shards.size() == shards.rank() && count > 0) {
+      const auto& entry = table.entries()[static_cast<std::size_t>(entries[i])];
+      pieces.push_back({state::moment(static_cast<std::int64_t>(moment)), entry.name, 0,
+                        values.narrow(0, begin, count)});
+    }
+    begin += count;
+  }
+}
+
 void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
-  // Elements of a flat that the span, or `values`, begins with -> this rank's part of each entry.
+  // Elements of a flat that the span, or `values`, begins with, one for a block of them -> this rank's
+  // part of each entry.
   enum class Changes { by_anyone, by_engine };
   const auto add = [&](const std::string& kind, int flat, const offload::SpanPtr& span,
-                       at::Tensor values, std::int64_t first, Changes changes) {
+                       at::Tensor values, std::int64_t first, Changes changes,
+                       std::int64_t block = 1) {
     if (span) values = span->tensor();
     // The thread that reads behind the training knows nothing of its CUDA streams.
     const bool behind =
@@ -60,10 +87,10 @@ void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
       const auto part =
           zero::overlap({entry.offset, entry.offset + entry.numel}, shards.mine(flat));
       if (part.size() == 0) continue;
-      const auto at = part.begin - first;
-      const auto here = values.defined() ? values.narrow(0, at, part.size()) : at::Tensor();
+      const auto at = (part.begin - first) / block, count = (part.size() + block - 1) / block;
+      const auto here = values.defined() ? values.narrow(0, at, count) : at::Tensor();
       pieces.push_back(
-          {kind, entry.name, part.begin - entry.offset, here, span, at, part.size(), behind});
+          {kind, entry.name, (part.begin - entry.offset) / block, here, span, at, count, behind});
     }
   };
   for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
@@ -79,8 +106,12 @@ void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
     add(state::kMaster, kept.flat, kept.master, {}, first,
         own ? Changes::by_engine : Changes::by_anyone);
     for (std::size_t n = 0; n < kept.moments.size(); ++n) {
+      if (kept.blocks[n] == 0) {
+        add_factors(pieces, kept, n);
+        continue;
+      }
       add(state::moment(static_cast<std::int64_t>(n)), kept.flat, kept.moments[n], {}, first,
-          Changes::by_engine);
+          Changes::by_engine, kept.blocks[n]);
     }
   }
 }

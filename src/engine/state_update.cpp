@@ -22,8 +22,11 @@ std::vector<optim::Segment> cut(const std::vector<optim::Segment>& segments, std
                                 [](const auto& s, std::int64_t at) { return s.end <= at; });
   std::vector<optim::Segment> inside;
   for (; first != segments.end() && first->begin < end; ++first) {
-    inside.push_back(
-        {std::max(first->begin, begin) - begin, std::min(first->end, end) - begin, first->group});
+    auto part = *first;
+    part.begin = std::max(first->begin, begin) - begin;
+    part.end = std::min(first->end, end) - begin;
+    part.first += part.begin + begin - first->begin;
+    inside.push_back(part);
   }
   return inside;
 }
@@ -64,14 +67,17 @@ StateUpdate::StateUpdate(std::vector<OptimizerState>& states, const config::Offl
 
 StateUpdate::Part StateUpdate::part_of(OptimizerState& state, Direct direct) const {
   Part part{&state, true, {}};
-  part.operands.push_back({state.master.get(), {}, true, true});
-  part.operands.push_back({state.low.get(), {}, false, true});
-  part.operands.push_back({state.gradient.get(), {}, true, false});
-  for (const auto& moment : state.moments) part.operands.push_back({moment.get(), {}, true, true});
+  part.operands.push_back({state.master.get(), 1, {}, true, true});
+  part.operands.push_back({state.low.get(), 1, {}, false, true});
+  part.operands.push_back({state.gradient.get(), 1, {}, true, false});
+  for (std::size_t m = 0; m < state.moments.size(); ++m) {
+    part.operands.push_back({state.moments[m].get(), state.blocks[m], {}, true, true});
+  }
   const auto device = state.gradient->tensor().device();
   for (auto& operand : part.operands) {
     if (operand.span == nullptr) continue;
     operand.direct = operand.span->tensor();
+    if (operand.block == 0) continue;
     part.whole = part.whole && operand.direct.defined() && operand.direct.device() == device;
   }
   part.whole = part.whole && direct == Direct::yes;
@@ -88,7 +94,8 @@ void StateUpdate::make_tiles(const config::OffloadPolicy& policy) {
   for (const auto& part : parts_) {
     std::int64_t staged = 0;
     for (const auto& operand : part.operands) {
-      if (operand.span != nullptr && !operand.direct.defined()) staged += size_of(*operand.span);
+      if (operand.span == nullptr || operand.direct.defined()) continue;
+      staged += (size_of(*operand.span) + operand.block - 1) / operand.block;
     }
     bytes = std::max(bytes, staged);
   }
@@ -113,7 +120,8 @@ void StateUpdate::make_slots(offload::HostMemory& memory) {
     bytes.resize(std::max(bytes.size(), operands.size()));
     for (std::size_t i = 0; i < operands.size(); ++i) {
       if (operands[i].span == nullptr || operands[i].direct.defined()) continue;
-      bytes[i] = std::max(bytes[i], tile.count * size_of(*operands[i].span));
+      const auto count = tile.count / operands[i].block;
+      bytes[i] = std::max(bytes[i], count * size_of(*operands[i].span));
     }
   }
   slots_.resize(kSlots);
@@ -132,11 +140,13 @@ std::int64_t StateUpdate::staging_bytes() const {
 
 at::Tensor StateUpdate::tensor_of(std::size_t index, std::size_t operand) {
   const auto& tile = tiles_[index];
-  const auto& [span, direct, read, written] = tile.part->operands[operand];
+  const auto& [span, block, direct, read, written] = tile.part->operands[operand];
   if (span == nullptr) return {};
-  if (direct.defined()) return direct.narrow(0, tile.begin, tile.count);
+  if (block == 0) return direct;
+  const auto count = tile.count / block;
+  if (direct.defined()) return direct.narrow(0, tile.begin / block, count);
   const auto& buffer = slot(index).buffers[operand];
-  return buffer.narrow(0, 0, tile.count * size_of(*span)).view(span->dtype());
+  return buffer.narrow(0, 0, count * size_of(*span)).view(span->dtype());
 }
 
 // The slot's last tile is out, and this one on its way in.
@@ -148,7 +158,7 @@ void StateUpdate::fetch(std::size_t index) {
   for (std::size_t i = 0; i < operands.size(); ++i) {
     const auto& operand = operands[i];
     if (operand.span == nullptr || operand.direct.defined() || !operand.read) continue;
-    events.push_back(operand.span->fetch(tiles_[index].begin, tensor_of(index, i)));
+    events.push_back(operand.span->fetch(tiles_[index].begin / operand.block, tensor_of(index, i)));
   }
 }
 
@@ -163,6 +173,8 @@ void StateUpdate::update(std::size_t index, const Apply& apply) {
   }
   const auto end = tile.begin + tile.count;
   auto span = span_of(tensors, cut(tile.part->state->segments, tile.begin, end));
+  span.parameters = tile.part->state->parameters;
+  span.sums = tile.part->state->sums;
   if (span.low.defined() && !tile.part->operands[kLow].direct.defined()) {
     zero_padding(span.low, span.segments);
   }
@@ -174,7 +186,7 @@ void StateUpdate::put(std::size_t index) {
   for (std::size_t i = 0; i < operands.size(); ++i) {
     const auto& operand = operands[i];
     if (operand.span == nullptr || operand.direct.defined() || !operand.written) continue;
-    const auto event = operand.span->put(tiles_[index].begin, tensor_of(index, i));
+    const auto event = operand.span->put(tiles_[index].begin / operand.block, tensor_of(index, i));
     slot(index).events.push_back(event);
     if (operand.span->tensor().defined()) values_.push_back(event);
   }

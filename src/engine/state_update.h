@@ -14,11 +14,16 @@ namespace poise::engine {
 // What the optimizer updates of one trainable flat, wherever it lives.
 struct OptimizerState {
   int flat = 0;
-  offload::SpanPtr master;                // fp32; the values themselves where those are fp32
-  std::vector<offload::SpanPtr> moments;  // fp32
-  offload::SpanPtr low;                   // 16-bit copy that forward reads; null for fp32
+  offload::SpanPtr master;  // fp32; the values themselves where those are fp32
+  std::vector<offload::SpanPtr> moments;
+  std::vector<std::int64_t> blocks;  // of each: elements of the master that one of it is for;
+                                     // 0: it is of whole parameters
+  offload::SpanPtr low;              // 16-bit copy that forward reads; null for fp32
   offload::SpanPtr gradient;
   std::vector<optim::Segment> segments;
+  // Where the optimizer has rounds: all parameters of the flat, and the sums of this update.
+  std::vector<optim::Parameter> parameters;
+  std::vector<at::Tensor> sums;
 };
 
 class StateUpdate {
@@ -42,6 +47,7 @@ class StateUpdate {
   // An array of a state as a tile sees it.
   struct Operand {
     offload::Span* span = nullptr;  // null: the state has none
+    std::int64_t block = 1;         // elements of the master that one of its is for
     at::Tensor direct;              // the whole span where it is worked on in place
     bool read = false, written = false;
   };

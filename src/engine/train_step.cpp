@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "engine/impl.h"
+#include "engine/whole_sums.h"
 #include "poise/log.h"
 
 namespace poise {
@@ -199,12 +200,10 @@ void Engine::Impl::apply(double factor) {
   saver.finish_reading();  // masters and moments, from here on
   std::vector<Event> gathers;
   const auto update = [&](optim::Span& span) {
-    const auto stats = optimizer->stats(span, groups, factor);
-    if (shards.splits_optimizer() && stats.defined() && stats.numel() > 0) {
-      ranks.shard->all_reduce(stats, "statistics of the optimizer").wait();
-    }
-    optimizer->apply(span, groups, updates + 1, factor, stats);
+    optimizer->apply(span, groups, updates + 1, factor);
   };
+  engine::sum_over_parameters(optimizer_states.states, *optimizer, groups, updates + 1, factor,
+                              shards, *ranks.shard);
   try {
     state_update.run(update, [&](int flat) {
       if (shards.splits_optimizer() && !shards.splits_parameters(flat)) {

@@ -11,15 +11,13 @@ namespace poise::optim {
 
 AdamW::AdamW(const config::OptimizerPolicy& policy, bool decoupled)
     : beta1_(policy.beta1), beta2_(policy.beta2), eps_(policy.eps), decoupled_(decoupled) {
-  for (const double beta : {beta1_, beta2_}) {
-    if (!(beta >= 0 && beta < 1)) fail("optim", "beta out of range: ", beta, "; use [0, 1)");
-  }
+  check_betas(policy);
   if (!(eps_ >= 0)) fail("optim", "eps is negative: ", eps_, "; use 0 or more");
 }
 
 void AdamW::apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
-                  double factor, const at::Tensor&) const {
-  check_span(span, groups, num_moments());
+                  double factor) const {
+  check_span(span, groups, moments());
   const c10::DeviceGuard guard(span.master.device());
   kernels::AdamArrays arrays;
   set_common_arrays(span, arrays);

@@ -10,9 +10,9 @@ class AdamW : public Optimizer {
   AdamW(const config::OptimizerPolicy& policy, bool decoupled);
 
   std::string name() const override { return decoupled_ ? "adamw" : "adam"; }
-  int num_moments() const override { return 2; }
+  std::vector<Moment> moments() const override { return {{}, {}}; }
   void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
-             double factor, const at::Tensor& summed_stats) const override;
+             double factor) const override;
 
  private:
   double beta1_;

@@ -2,6 +2,10 @@
 #include <ATen/ops/empty.h>
 
 #include "optim/adamw.h"
+#include "optim/adamw_low.h"
+#include "optim/lamb.h"
+#include "optim/lars.h"
+#include "optim/lion.h"
 #include "optim/sgd.h"
 #include "poise/error.h"
 #include "poise/optim.h"
@@ -10,15 +14,39 @@ namespace poise::optim {
 
 Optimizer::~Optimizer() = default;
 
-at::Tensor Optimizer::stats(const Span& span, const std::vector<GroupSettings>&, double) const {
-  return at::empty({0}, span.master.options());
+at::Tensor Optimizer::sums(int, const Span& span, const std::vector<GroupSettings>&, std::int64_t,
+                           double) const {
+  return at::empty({0}, span.master.options().dtype(at::kDouble));
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy) {
-  if (policy.type == "adamw") return std::make_unique<AdamW>(policy, /*decoupled=*/true);
-  if (policy.type == "adam") return std::make_unique<AdamW>(policy, /*decoupled=*/false);
+std::int64_t factored_numel(const Parameter& parameter) {
+  std::int64_t numel = 1;
+  for (const auto size : parameter.sizes) numel *= size;
+  const auto dims = parameter.sizes.size();
+  if (dims < 2 || numel == 0) return numel;
+  return numel / parameter.sizes[dims - 1] + numel / parameter.sizes[dims - 2];
+}
+
+namespace {
+
+std::unique_ptr<Optimizer> make_adamw(const config::OptimizerPolicy& policy, std::uint64_t seed) {
+  const bool decoupled = policy.type == "adamw";
+  if (policy.moments == "fp32") return std::make_unique<AdamW>(policy, decoupled);
+  const auto bits = policy.moments == "bf16" ? AdamWLow::Bits::bf16 : AdamWLow::Bits::eight;
+  return std::make_unique<AdamWLow>(policy, decoupled, bits, seed);
+}
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy,
+                                          std::uint64_t seed) {
+  if (policy.type == "adamw" || policy.type == "adam") return make_adamw(policy, seed);
+  if (policy.type == "lamb") return std::make_unique<Lamb>(policy);
+  if (policy.type == "lars") return std::make_unique<Lars>(policy);
+  if (policy.type == "lion") return std::make_unique<Lion>(policy);
   if (policy.type == "sgd") return std::make_unique<Sgd>(policy);
-  fail("optim", "unknown optimizer: '", policy.type, "'; use one of: adamw, adam, sgd");
+  fail("optim", "unknown optimizer: '", policy.type,
+       "'; use one of: adamw, adam, lamb, lars, lion, sgd");
 }
 
 }  // namespace poise::optim

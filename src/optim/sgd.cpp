@@ -17,9 +17,9 @@ Sgd::Sgd(const config::OptimizerPolicy& policy)
   }
 }
 
-void Sgd::apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t, double factor,
-                const at::Tensor&) const {
-  check_span(span, groups, num_moments());
+void Sgd::apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t,
+                double factor) const {
+  check_span(span, groups, moments());
   const c10::DeviceGuard guard(span.master.device());
   kernels::SgdArrays arrays;
   set_common_arrays(span, arrays);

@@ -10,9 +10,11 @@ class Sgd : public Optimizer {
   explicit Sgd(const config::OptimizerPolicy& policy);
 
   std::string name() const override { return "sgd"; }
-  int num_moments() const override { return momentum_ != 0 ? 1 : 0; }
+  std::vector<Moment> moments() const override {
+    return std::vector<Moment>(momentum_ != 0 ? 1 : 0);
+  }
   void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
-             double factor, const at::Tensor& summed_stats) const override;
+             double factor) const override;
 
  private:
   double momentum_;

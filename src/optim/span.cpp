@@ -6,23 +6,32 @@
 namespace poise::optim {
 namespace {
 
-void check_array(const at::Tensor& tensor, const at::Tensor& master, const char* what) {
+void check_array(const at::Tensor& tensor, const at::Tensor& master, const char* what,
+                 std::int64_t block = 1) {
   POISE_CHECK(tensor.defined() && tensor.is_contiguous(), what);
-  POISE_CHECK(tensor.dim() == 1 && tensor.numel() == master.numel(), what);
+  POISE_CHECK(tensor.dim() == 1 && tensor.numel() * block == master.numel(), what);
   POISE_CHECK(tensor.device() == master.device(), what);
 }
 
 }  // namespace
 
-void check_span(const Span& span, const std::vector<GroupSettings>& groups, int num_moments) {
+void check_betas(const config::OptimizerPolicy& policy) {
+  for (const double beta : {policy.beta1, policy.beta2}) {
+    if (!(beta >= 0 && beta < 1)) fail("optim", "beta out of range: ", beta, "; use [0, 1)");
+  }
+}
+
+void check_span(const Span& span, const std::vector<GroupSettings>& groups,
+                const std::vector<Moment>& moments) {
   check_array(span.master, span.master, "master");
   POISE_CHECK(span.master.scalar_type() == at::kFloat, "master");
   check_array(span.gradient, span.master, "gradient");
   if (span.low.defined()) check_array(span.low, span.master, "low");
-  POISE_CHECK(span.moments.size() == static_cast<std::size_t>(num_moments), span.moments.size());
-  for (const at::Tensor& moment : span.moments) {
-    check_array(moment, span.master, "moment");
-    POISE_CHECK(moment.scalar_type() == at::kFloat, "moment");
+  POISE_CHECK(span.moments.size() == moments.size(), span.moments.size());
+  for (std::size_t m = 0; m < moments.size(); ++m) {
+    if (moments[m].factored) continue;
+    check_array(span.moments[m], span.master, "moment", moments[m].block);
+    POISE_CHECK(span.moments[m].scalar_type() == moments[m].dtype, "moment");
   }
   std::int64_t previous_end = 0;
   for (const Segment& segment : span.segments) {

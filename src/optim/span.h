@@ -8,8 +8,12 @@
 
 namespace poise::optim {
 
+// Throws Error where a beta is none.
+void check_betas(const config::OptimizerPolicy& policy);
+
 // Dtypes, lengths and groups as Span promises; a broken promise is our bug.
-void check_span(const Span& span, const std::vector<GroupSettings>& groups, int num_moments);
+void check_span(const Span& span, const std::vector<GroupSettings>& groups,
+                const std::vector<Moment>& moments);
 
 // The segments with their groups' settings, as kernels take them.
 template <class KernelSegment>

@@ -13,6 +13,16 @@ std::int64_t& of(Accounts& accounts, memory::Account account) {
 
 int bytes_of(config::DType dtype) { return dtype == config::DType::fp32 ? 4 : 2; }
 
+// Bytes of all moments of a parameter's element.
+double moment_bytes(const config::OptimizerPolicy& optimizer) {
+  if (optimizer.type == "sgd") return optimizer.momentum > 0 ? 4 : 0;
+  if (optimizer.type == "lion" || optimizer.type == "lars") return 4;
+  // adam, adamw, lamb
+  if (optimizer.moments == "bf16") return 4;
+  if (optimizer.moments == "8bit") return 2 * (1 + 4.0 / 256);  // a scale for each 256 elements
+  return 8;
+}
+
 }  // namespace
 
 Widths widths(const config::PrecisionPolicy& precision, const config::OptimizerPolicy& optimizer,
@@ -20,8 +30,7 @@ Widths widths(const config::PrecisionPolicy& precision, const config::OptimizerP
   Widths w;
   w.parameter = bytes_of(precision.parameters);
   w.master = w.parameter == 4 ? 0 : 4;
-  const bool sgd = optimizer.type == "sgd";
-  w.moments = !sgd ? 8 : optimizer.momentum > 0 ? 4 : 0;
+  w.moments = moment_bytes(optimizer);
   w.accumulator = precision.fp32_accumulation ? 4 : w.parameter;
   w.wire = bytes_of(gradient_dtype);
   return w;
@@ -80,7 +89,12 @@ Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widt
       of(held, Account::parameters) += w.parameter * ((split.parameters ? mine : all) + frozen);
     }
     // Whole flats from the first on, until the fraction is reached.
-    if (states_away <= 0) of(held, Account::optimizer) += (w.master + w.moments) * optimized;
+    if (states_away <= 0) {
+      of(held, Account::optimizer) += w.master * optimized;
+      // Whole: a multiple of 256 elements.
+      of(held, Account::optimizer) +=
+          static_cast<std::int64_t>(w.moments * static_cast<double>(optimized));
+    }
     states_away -= static_cast<double>(optimized);
     if (!away(choice.offload.gradients)) {
       of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);

@@ -27,8 +27,8 @@ void compare(std::vector<std::string>& lines, const std::string& what, const T& 
 
 // In the first one's memory order.
 at::Tensor values_of(const Saved& saved, const std::string& kind, const SavedParameter& parameter,
-                     const std::vector<std::int64_t>& order) {
-  auto values = at::empty({parameter.numel()}, at::kFloat);
+                     const std::vector<std::int64_t>& order, std::int64_t numel) {
+  auto values = at::empty({numel}, at::kFloat);
   saved.read(kind, parameter, 0, order, values);
   return values;
 }
@@ -39,11 +39,16 @@ void compare_parameter(std::vector<std::string>& lines, const Saved& a, const Sa
     lines.push_back(join("parameter ", p.name, ": another shape, or frozen in one"));
     return;
   }
-  std::vector<std::string> kinds{p.trainable ? kMaster : kValue};
-  const auto moments = std::min(a.manifest().moments, b.manifest().moments);
-  for (std::int64_t i = 0; p.trainable && i < moments; ++i) kinds.push_back(moment(i));
-  for (const auto& kind : kinds) {
-    const auto x = values_of(a, kind, p, p.order), y = values_of(b, kind, q, p.order);
+  std::vector<std::pair<std::string, std::int64_t>> kinds{
+      {p.trainable ? kMaster : kValue, p.numel()}};
+  const auto &moments = a.manifest().moments, &others = b.manifest().moments;
+  for (std::size_t i = 0; p.trainable && i < std::min(moments.size(), others.size()); ++i) {
+    if (moments[i] != others[i]) continue;  // the optimizers differ, which is said
+    if (moments[i] != SavedMoment() && !same_order(p.shape, p.order, q.order)) continue;
+    kinds.emplace_back(moment(static_cast<std::int64_t>(i)), moments[i].numel(p));
+  }
+  for (const auto& [kind, numel] : kinds) {
+    const auto x = values_of(a, kind, p, p.order, numel), y = values_of(b, kind, q, p.order, numel);
     if (at::equal(x, y)) continue;
     lines.push_back(join(kind, " of ", p.name, ": up to ", (x - y).abs().max().item<double>(),
                          " apart, largest value ", x.abs().max().item<double>()));
@@ -70,8 +75,8 @@ std::vector<std::string> describe(const std::string& save) {
            m.files.size(), " files, ", memory::format_bytes(bytes_of(m))),
       join("  ", m.parameters.size(), " parameters, ", numel, " elements, ", trained, " trained; ",
            m.buffers.size(), " buffers"),
-      join("  ", m.optimizer, ", ", m.moments, " moments; next learning rate ", m.learning_rate,
-           ", loss scale ", m.progress.loss_scale),
+      join("  ", m.optimizer, ", ", m.moments.size(), " moments; next learning rate ",
+           m.learning_rate, ", loss scale ", m.progress.loss_scale),
   };
   if (m.cursor) lines.push_back(join("  data goes on at sample ", *m.cursor));
   for (const auto& [key, value] : m.user) {

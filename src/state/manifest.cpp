@@ -2,6 +2,7 @@
 // set to 0.
 #include "state/manifest.h"
 
+#include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -45,16 +46,24 @@ Json to_json(const Manifest& m) {
                      {"rank", or_null(f.rank)}});
   }
   const auto& p = m.progress;
+  const bool plain = std::all_of(m.moments.begin(), m.moments.end(),
+                                 [](const auto& one) { return one == SavedMoment(); });
+  Json optimizer{{"type", m.optimizer}, {"moments", m.moments.size()}};
+  for (const auto& one : m.moments) {
+    if (!plain)
+      optimizer["arrays"].push_back(
+          {{"dtype", one.dtype}, {"block", one.block}, {"factored", one.factored}});
+  }
   return {
       {"xxh64", std::string(kDigits, '0')},
       {"format", "poise-state"},
-      {"version", m.version},
+      {"version", plain ? 1 : 2},
       {"written_by", m.written_by},
       {"updates", p.updates},
       {"skipped", p.skipped},
       {"ranks", m.ranks},
       {"stage", m.stage},
-      {"optimizer", {{"type", m.optimizer}, {"moments", m.moments}}},
+      {"optimizer", std::move(optimizer)},
       {"learning_rate", m.learning_rate},
       {"loss_scaler",
        {{"scale", p.loss_scale},
@@ -101,6 +110,7 @@ class Reader {
     if (found == json_.end()) refuse(key);
     return *found;
   }
+  bool knows(const char* key) const { return json_.contains(key); }
   bool has(const char* key) const { return !at(key).is_null(); }
   std::string text(const char* key) const { return text(at(key), key); }
   std::string text(const Json& value, const char* key) const {
@@ -182,6 +192,23 @@ SavedParameter parameter_from(const Json& json, const std::string& path) {
   return p;
 }
 
+// As many as `moments` says; `arrays` is there where they are not all fp32 numbers of elements.
+std::vector<SavedMoment> moments_from(const Reader& optimizer, const std::string& path) {
+  constexpr std::int64_t kMost = 64, kLargestBlock = 1 << 20;
+  const auto count = optimizer.count("moments");
+  if (count > kMost) optimizer.refuse("moments");
+  std::vector<SavedMoment> moments(static_cast<std::size_t>(count));
+  if (!optimizer.knows("arrays")) return moments;
+  const auto& arrays = optimizer.array("arrays");
+  if (arrays.size() != moments.size()) optimizer.refuse("arrays");
+  for (std::size_t i = 0; i < moments.size(); ++i) {
+    const Reader reader(arrays[i], path);
+    moments[i] = {reader.text("dtype"), reader.count("block"), reader.flag("factored")};
+    if (moments[i].block < 1 || moments[i].block > kLargestBlock) reader.refuse("block");
+  }
+  return moments;
+}
+
 SavedBuffer buffer_from(const Json& json, const std::string& path) {
   const Reader reader(json, path);
   SavedBuffer b{reader.text("name"), reader.counts("shape"), reader.text("dtype")};
@@ -230,6 +257,15 @@ std::int64_t SavedParameter::numel() const {
   return numel;
 }
 
+std::int64_t SavedMoment::numel(const SavedParameter& parameter) const {
+  const auto whole = parameter.numel();
+  const auto dims = parameter.shape.size();
+  if (factored && dims >= 2 && whole > 0) {
+    return whole / parameter.shape[dims - 1] + whole / parameter.shape[dims - 2];
+  }
+  return whole / block + (whole % block > 0 ? 1 : 0);
+}
+
 std::string to_text(const Manifest& manifest) {
   std::string text;
   try {
@@ -260,7 +296,7 @@ Manifest manifest_from(const std::string& text, const std::string& path) {
   m.stage = reader.count("stage");
   const Reader optimizer(reader.at("optimizer"), path);
   m.optimizer = optimizer.text("type");
-  m.moments = optimizer.count("moments");
+  m.moments = moments_from(optimizer, path);
   m.learning_rate = reader.number("learning_rate");
   const Reader scaler(reader.at("loss_scaler"), path);
   m.progress.loss_scale = scaler.number("scale");

@@ -10,7 +10,8 @@
 namespace poise::state {
 
 inline constexpr char kManifest[] = "manifest.json";
-inline constexpr std::int64_t kVersion = 1;  // of the format; a reader refuses newer ones
+// Of the format; a reader refuses newer ones. 2: moments that are not fp32 numbers of elements.
+inline constexpr std::int64_t kVersion = 2;
 
 // A parameter's spans count elements in the order in which it lies in memory.
 struct SavedParameter {
@@ -21,6 +22,16 @@ struct SavedParameter {
   std::string dtype;                // the model's own, before poise cast it
   bool trainable = true;  // has a master and moments; else its values are kept as they are
   std::int64_t numel() const;
+};
+
+// What one moment of the optimizer is: elements of a type, each for `block` of the parameter's, or
+// its factors (optim::Moment).
+struct SavedMoment {
+  std::string dtype = "F32";
+  std::int64_t block = 1;
+  bool factored = false;
+  std::int64_t numel(const SavedParameter& parameter) const;
+  bool operator==(const SavedMoment&) const = default;
 };
 
 struct SavedBuffer {
@@ -47,14 +58,14 @@ struct SavedFile {
 };
 
 struct Manifest {
-  std::int64_t version = kVersion;
+  std::int64_t version = 1;
   std::string written_by;  // version of poise
   std::string config;      // its JSON
   std::uint64_t table_hash = 0;
   std::int64_t ranks = 1;
   std::int64_t stage = 0;
   std::string optimizer;
-  std::int64_t moments = 0;
+  std::vector<SavedMoment> moments;
   double learning_rate = 0;  // of the next update: to read, not to load
   Progress progress;
   std::optional<std::int64_t> cursor;

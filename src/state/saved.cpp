@@ -37,9 +37,14 @@ Saved::Saved(std::string folder) : folder_(std::move(folder)), manifest_(read_ma
     const auto& parameter = manifest_.parameters[i];
     by_name_.emplace(parameter.name, i);
     for (const auto& alias : parameter.aliases) by_name_.emplace(alias, i);
-    check_cover(parameter, parameter.trainable ? kMaster : kValue);
-    for (std::int64_t i = 0; parameter.trainable && i < manifest_.moments; ++i) {
-      check_cover(parameter, moment(i));
+    if (!parameter.trainable) {
+      check_cover(parameter, kValue, parameter.numel(), "");
+      continue;
+    }
+    check_cover(parameter, kMaster, parameter.numel(), "F32");
+    for (std::size_t i = 0; i < manifest_.moments.size(); ++i) {
+      const auto& one = manifest_.moments[i];
+      check_cover(parameter, moment(static_cast<std::int64_t>(i)), one.numel(parameter), one.dtype);
     }
   }
 }
@@ -77,20 +82,21 @@ void Saved::open_shard(std::size_t index) {
   }
 }
 
-// Every element once.
-void Saved::check_cover(const SavedParameter& parameter, const std::string& kind) const {
+// Every element once; `dtype` empty: any.
+void Saved::check_cover(const SavedParameter& parameter, const std::string& kind,
+                        std::int64_t numel, const std::string& dtype) const {
   std::int64_t at = 0;
   const auto found = pieces_.find({kind, parameter.name});
   if (found != pieces_.end()) {
     for (const auto& [begin, place] : found->second) {
-      const bool fits = begin == at && place.numel <= parameter.numel() - at;
-      if (!fits || (kind != kValue && place.type != at::kFloat)) break;
+      const bool fits = begin == at && place.numel <= numel - at;
+      if (!fits || (!dtype.empty() && dtype_name(place.type) != dtype)) break;
       at += place.numel;
     }
   }
-  if (at != parameter.numel()) {
+  if (at != numel) {
     fail("state", folder_, " is damaged: of the ", kind, " of parameter '", parameter.name,
-         "' element ", at, " of ", parameter.numel(), " is missing; load another save");
+         "' element ", at, " of ", numel, " is missing; load another save");
   }
 }
 
@@ -146,14 +152,24 @@ void Saved::read_run(const Places& places, std::int64_t begin, const at::Tensor&
   }
 }
 
+bool Saved::in_elements(const std::string& kind) const {
+  for (std::size_t i = 0; i < manifest_.moments.size(); ++i) {
+    const auto& one = manifest_.moments[i];
+    if (kind == moment(static_cast<std::int64_t>(i))) return one.block == 1 && !one.factored;
+  }
+  return true;
+}
+
 void Saved::read(const std::string& kind, const SavedParameter& parameter, std::int64_t begin,
                  const std::vector<std::int64_t>& order, const at::Tensor& target) const {
   at::NoGradGuard no_grad;
   if (target.numel() == 0) return;
   const auto found = pieces_.find({kind, parameter.name});
   POISE_CHECK(found != pieces_.end() && target.is_contiguous(), kind, ' ', parameter.name);
-  POISE_CHECK(begin >= 0 && begin + target.numel() <= parameter.numel(), parameter.name);
   const auto& places = found->second;
+  const auto saved_numel = std::prev(places.end())->first + std::prev(places.end())->second.numel;
+  POISE_CHECK(begin >= 0 && begin + target.numel() <= saved_numel, parameter.name);
+  if (!in_elements(kind)) return read_run(places, begin, target);
   if (same_order(parameter.shape, parameter.order, order)) return read_run(places, begin, target);
   // The model lays it out another way than the one that saved: through the whole parameter.
   const auto saved = on_host(parameter.numel(), places.begin()->second.type);

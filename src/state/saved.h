@@ -36,7 +36,7 @@ class Saved {
 
   // Elements [begin, begin + target.numel()) of a parameter's master, moment or value into `target`
   // (1-D, contiguous; cast where its type is another). `order`: of the target's dimensions in
-  // memory, which `begin` counts in.
+  // memory, which `begin` counts in; no matter for moments in blocks or factors.
   void read(const std::string& kind, const SavedParameter& parameter, std::int64_t begin,
             const std::vector<std::int64_t>& order, const at::Tensor& target) const;
 
@@ -55,7 +55,9 @@ class Saved {
 
   const InputFile& file(std::size_t index) const;
   void open_shard(std::size_t index);
-  void check_cover(const SavedParameter& parameter, const std::string& kind) const;
+  void check_cover(const SavedParameter& parameter, const std::string& kind, std::int64_t numel,
+                   const std::string& dtype) const;
+  bool in_elements(const std::string& kind) const;  // one of each of the parameter's
   void read_run(const Places& places, std::int64_t begin, const at::Tensor& target) const;
   at::Tensor read_place(const Place& place) const;
 

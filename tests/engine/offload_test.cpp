@@ -332,6 +332,7 @@ TEST(StateUpdate, StagedAndInPlaceAreTheSameBits) {
       state.master = offload::resident(normal({kNumel}, seed));
       for (int i = 0; i < 2; ++i) {
         state.moments.push_back(offload::resident(at::zeros({kNumel}, at::kFloat)));
+        state.blocks.push_back(1);
       }
       state.low = offload::resident(low);
       state.gradient = offload::resident(normal({kNumel}, seed + 100));
@@ -350,7 +351,7 @@ TEST(StateUpdate, StagedAndInPlaceAreTheSameBits) {
     for (int i = 1; i <= 3; ++i) {
       update.run(
           [&](optim::Span& span) {
-            optimizer->apply(span, {{1e-2, 0.1}, {1e-3, 0}}, i, 0.5, {});
+            optimizer->apply(span, {{1e-2, 0.1}, {1e-3, 0}}, i, 0.5);
           },
           [&](int flat) { flats.push_back(flat); });
     }

@@ -12,7 +12,11 @@
 
 #include "kernels/accumulate.h"
 #include "kernels/adamw.h"
+#include "kernels/adamw_low.h"
 #include "kernels/chunks.h"
+#include "kernels/lamb.h"
+#include "kernels/lars.h"
+#include "kernels/lion.h"
 #include "kernels/norm.h"
 #include "kernels/pack.h"
 #include "kernels/sgd.h"
@@ -185,6 +189,188 @@ TEST_P(Equality, AdamWAndAdam) {
           EXPECT_TRUE(same_bits(expected[i], actual[i]))
               << type << " " << low_type << " array " << i;
         }
+      }
+    }
+  }
+}
+
+// Segments that begin where blocks do, the second one cut short.
+TEST_P(Equality, AdamWWithMomentsInFewerBits) {
+  const std::vector<AdamLowSegment> segments{{0, 256, 0.1, 0.01, 0, 1},
+                                             {512, 900, 0.02, 0.0, 1000, 2},
+                                             {1024, 1024, 0.5, 0.5, 0, 3},
+                                             {1024, 30000, 0.003, 0.2, 0, 4}};
+  constexpr std::int64_t kBlocks = (kFlat + kQuantBlock - 1) / kQuantBlock;
+  for (const at::ScalarType type : kTypes) {
+    for (const bool decoupled : {true, false}) {
+      for (const bool eight : {false, true}) {
+        const bool special = !eight && type == at::kFloat;
+        const at::Tensor gradient = values(kFlat, type, 3, special);
+        std::vector<at::Tensor> expected = {values(kFlat, at::kFloat, 4, special),
+                                            values(kFlat, at::kHalf, 8, false)};
+        if (eight) {
+          const auto codes = [&](std::uint32_t seed) {
+            return values(kFlat, at::kFloat, seed, false)
+                .mul(3e4)
+                .abs()
+                .remainder(255)
+                .to(at::kByte);
+          };
+          const at::Tensor scale1 = values(kBlocks, at::kFloat, 9, false).abs();
+          const at::Tensor scale2 = values(kBlocks, at::kFloat, 10, false).abs();
+          for (const at::Tensor& t : {codes(5), scale1, codes(6), scale2}) {
+            expected.push_back(on(c10::Device(c10::kCPU), t));
+          }
+        } else {
+          for (const std::uint32_t seed : {5, 6}) {
+            expected.push_back(on(c10::Device(c10::kCPU),
+                                  values(kFlat, at::kBFloat16, seed, special && seed == 5).abs()));
+          }
+        }
+        std::vector<at::Tensor> actual;
+        for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+        const at::Tensor there = on(device(), gradient);
+        const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                             const at::Tensor& g) {
+          AdamSettings settings;
+          settings.decoupled = decoupled;
+          settings.step = 3;
+          settings.factor = 0.7;
+          const auto with = [&](auto arrays) {
+            arrays.master = t[0].data_ptr<float>();
+            arrays.low = t[1].data_ptr();
+            arrays.low_dtype = DType::f16;
+            arrays.gradient = g.data_ptr();
+            arrays.gradient_dtype = kernel_dtype(type);
+            return arrays;
+          };
+          if (eight) {
+            auto arrays = with(Adam8BitArrays());
+            arrays.code1 = t[2].data_ptr<std::uint8_t>();
+            arrays.scale1 = t[3].data_ptr<float>();
+            arrays.code2 = t[4].data_ptr<std::uint8_t>();
+            arrays.scale2 = t[5].data_ptr<float>();
+            return adamw_8bit(launch, arrays, segments.data(), 4, settings);
+          }
+          auto arrays = with(AdamBf16Arrays());
+          arrays.moment1 = static_cast<Bf16*>(t[2].data_ptr());
+          arrays.moment2 = static_cast<Bf16*>(t[3].data_ptr());
+          adamw_bf16(launch, arrays, segments.data(), 4, settings);
+        };
+        run(kReference, expected, gradient);
+        run(launch(), actual, there);
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(same_bits(expected[i], actual[i]))
+              << type << (eight ? " 8 bits" : " bf16") << " array " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Equality, LambAndItsSquares) {
+  const std::vector<LambSegment> segments{{0, 5, 0.1, 0.01, 2.0},
+                                          {16, 300, 0.02, 0.0, 0.5},
+                                          {400, 400, 0.5, 0.5, 1.0},
+                                          {401, 30000, 0.003, 0.2, 0.01}};
+  for (const at::ScalarType type : kTypes) {
+    for (const int low_type : {0, 1, 2}) {
+      const bool special = low_type == 1;
+      const at::ScalarType low_scalar = low_type == 2 ? at::kHalf : at::kBFloat16;
+      const at::Tensor gradient = values(kFlat, type, 3, special);
+      std::vector<at::Tensor> expected = {
+          values(kFlat, at::kFloat, 4, special), values(kFlat, at::kFloat, 5, special),
+          values(kFlat, at::kFloat, 6, false).abs(), values(kFlat, low_scalar, 8, false),
+          at::zeros({4}, at::kDouble)};
+      std::vector<at::Tensor> actual;
+      for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+      const at::Tensor there = on(device(), gradient);
+      const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                           const at::Tensor& g) {
+        AdamArrays arrays;
+        arrays.master = t[0].data_ptr<float>();
+        arrays.moment1 = t[1].data_ptr<float>();
+        arrays.moment2 = t[2].data_ptr<float>();
+        arrays.low = low_type == 0 ? nullptr : t[3].data_ptr();
+        arrays.low_dtype = kernel_dtype(low_scalar);
+        arrays.gradient = g.data_ptr();
+        arrays.gradient_dtype = kernel_dtype(type);
+        AdamSettings settings;
+        settings.step = 3;
+        settings.factor = 0.7;
+        lamb_squares(launch, arrays, segments.data(), 4, settings, t[4].data_ptr<double>());
+        lamb(launch, arrays, segments.data(), 4, settings);
+      };
+      run(kReference, expected, gradient);
+      run(launch(), actual, there);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " " << low_type << " array " << i;
+      }
+    }
+  }
+}
+
+TEST_P(Equality, Lars) {
+  const auto segments = some_segments<LarsSegment>();
+  for (const at::ScalarType type : kTypes) {
+    for (const int low_type : {0, 1, 2}) {
+      const bool special = low_type == 1;
+      const at::ScalarType low_scalar = low_type == 2 ? at::kHalf : at::kBFloat16;
+      const at::Tensor gradient = values(kFlat, type, 3, special);
+      const std::vector<at::Tensor> expected = {values(kFlat, at::kFloat, 4, special),
+                                                values(kFlat, at::kFloat, 5, special),
+                                                values(kFlat, low_scalar, 8, false)};
+      std::vector<at::Tensor> actual;
+      for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+      const at::Tensor there = on(device(), gradient);
+      const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                           const at::Tensor& g) {
+        LarsArrays arrays;
+        arrays.master = t[0].data_ptr<float>();
+        arrays.momentum = t[1].data_ptr<float>();
+        arrays.low = low_type == 0 ? nullptr : t[2].data_ptr();
+        arrays.low_dtype = kernel_dtype(low_scalar);
+        arrays.gradient = g.data_ptr();
+        arrays.gradient_dtype = kernel_dtype(type);
+        lars(launch, arrays, segments.data(), 4, {0.9, 0.7});
+      };
+      run(kReference, expected, gradient);
+      run(launch(), actual, there);
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " " << low_type << " array " << i;
+      }
+    }
+  }
+}
+
+TEST_P(Equality, Lion) {
+  const auto segments = some_segments<LionSegment>();
+  for (const at::ScalarType type : kTypes) {
+    for (const int low_type : {0, 1, 2}) {
+      const bool special = low_type == 1;
+      const at::ScalarType low_scalar = low_type == 2 ? at::kHalf : at::kBFloat16;
+      const at::Tensor gradient = values(kFlat, type, 3, special);
+      const std::vector<at::Tensor> expected = {values(kFlat, at::kFloat, 4, special),
+                                                values(kFlat, at::kFloat, 5, special),
+                                                values(kFlat, low_scalar, 8, false)};
+      std::vector<at::Tensor> actual;
+      for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+      const at::Tensor there = on(device(), gradient);
+      const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                           const at::Tensor& g) {
+        LionArrays arrays;
+        arrays.master = t[0].data_ptr<float>();
+        arrays.momentum = t[1].data_ptr<float>();
+        arrays.low = low_type == 0 ? nullptr : t[2].data_ptr();
+        arrays.low_dtype = kernel_dtype(low_scalar);
+        arrays.gradient = g.data_ptr();
+        arrays.gradient_dtype = kernel_dtype(type);
+        lion(launch, arrays, segments.data(), 4, {0.9, 0.99, 0.7});
+      };
+      run(kReference, expected, gradient);
+      run(launch(), actual, there);
+      for (int i = 0; i < 3; ++i) {
+        EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " " << low_type << " array " << i;
       }
     }
   }

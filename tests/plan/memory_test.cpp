@@ -124,6 +124,13 @@ TEST(Memory, WidthsFollowThePrecision) {
   EXPECT_EQ(widths(precision, optimizer).accumulator, 4);
   precision.fp32_accumulation = false;
   EXPECT_EQ(widths(precision, optimizer).accumulator, 2);
+  optimizer.moments = "bf16";
+  EXPECT_EQ(widths(precision, optimizer).moments, 4);
+  optimizer.moments = "8bit";
+  EXPECT_EQ(256 * widths(precision, optimizer).moments, 2 * (256 + 4));
+  optimizer = {};
+  optimizer.type = "lion";
+  EXPECT_EQ(widths(precision, optimizer).moments, 4);
   optimizer.type = "sgd";
   EXPECT_EQ(widths(precision, optimizer).moments, 0);
   optimizer.momentum = 0.9;

@@ -121,6 +121,70 @@ TEST_P(Grid, LoadsAnywhere) {
 INSTANTIATE_TEST_SUITE_P(Ways, Grid, ::testing::Range(std::size_t{0}, kWays.size()),
                          [](const auto& info) { return text_of(kWays[info.param]); });
 
+class Optimizers : public ::testing::TestWithParam<std::string> {};
+
+// Whatever an optimizer keeps: elements, blocks, whole parameters.
+TEST_P(Optimizers, LoadAnywhere) {
+  const auto config_of_way = [&](const Way& way) {
+    auto config = config_of(way);
+    test::set_type(config.optimizer, GetParam());
+    if (config.optimizer.type == "lars") config.optimizer.trust_coefficient = 0.5;
+    return config;
+  };
+  const TempFolder folder;
+  const Way from{3, 1};
+  const auto save = folder / "first";
+  test::run({.ranks = 3, .config = config_of_way(from), .save = save, .end = kSaved});
+  const state::Saved saved(state::find(save));
+  saved.verify();
+  EXPECT_TRUE(state::differences(saved.path(), saved.path()).empty());
+  const auto unbroken = test::run({.ranks = 3, .config = config_of_way(from), .end = kEnd});
+  for (const Way& to : {Way{3, 0}, Way{3, 3, config::Reduce::last}, Way{2, 2}, Way{1, 0}}) {
+    SCOPED_TRACE(text_of(to));
+    const auto again = folder / text_of(to);
+    test::run({.ranks = to.ranks,
+               .config = config_of_way(to),
+               .load = save,
+               .save = again,
+               .begin = kSaved,
+               .end = kSaved});
+    EXPECT_EQ(test::first_difference(saved, state::Saved(state::find(again))), "");
+    if (!same_bits(from, to)) continue;
+    const auto rest = test::run(
+        {.ranks = 3, .config = config_of_way(to), .load = save, .begin = kSaved, .end = kEnd});
+    EXPECT_EQ(test::first_difference(rest[0].masters, unbroken[0].masters), "");
+  }
+  // Another form of the moments is another optimizer.
+  const auto message = testing::message_of([&] {
+    test::run({.ranks = 1, .config = config_of(Way{1, 0}), .load = save, .begin = kSaved});
+  });
+  EXPECT_NE(message.find("was saved with the optimizer " + GetParam()), std::string::npos)
+      << message;
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, Optimizers,
+                         ::testing::Values("lion", "lamb", "lars", "adamw_bf16", "adamw_8bit"),
+                         [](const auto& info) { return info.param; });
+
+// Blocks are runs of memory.
+TEST(Layouts, MustBeThatOfTheSaveForMomentsInBlocks) {
+  const TempFolder folder;
+  auto config = test::adamw_config();
+  config.optimizer.moments = "8bit";
+  const auto weight = test::normal({4, 6}, 1);
+  auto by_rows = weight.clone().requires_grad_();
+  Engine first({{{"w", by_rows}}, {}, {}}, config);
+  first.save(folder.path());
+  auto by_columns = at::empty({6, 4}, at::kFloat).t().zero_().requires_grad_();
+  Engine second({{{"w", by_columns}}, {}, {}}, config);
+  const auto message = testing::message_of([&] { second.load(folder.path()); });
+  EXPECT_NE(message.find("lies in memory in another order"), std::string::npos) << message;
+  second.load(folder.path(), {.weights_only = true});
+  EXPECT_TRUE(at::equal(by_columns, weight));
+  Engine third({{{"w", by_rows}}, {}, {}}, config);
+  third.load(folder.path());
+}
+
 // A second engine over the same ranks takes no notes of the first one's saves for its own.
 TEST(Engines, MayFollowEachOtherOnOneGroup) {
   const TempFolder folder;

@@ -23,7 +23,7 @@ Manifest some() {
   m.ranks = 2;
   m.stage = 3;
   m.optimizer = "adamw";
-  m.moments = 2;
+  m.moments.resize(2);
   m.learning_rate = 0.1;
   m.progress = {120, 3, 65536.5, 7, 1, -2};
   m.cursor = std::int64_t{1} << 40;
@@ -46,6 +46,17 @@ TEST(Manifest, ComesBack) {
   EXPECT_EQ(got.parameters[0].aliases, std::vector<std::string>{"tied"});
   EXPECT_EQ(got.files[0].digest, 0xffffffffffffffffu);
   EXPECT_EQ(got.files[1].rank, std::nullopt);
+}
+
+TEST(Manifest, SaysWhatMomentsAre) {
+  auto want = some();
+  EXPECT_EQ(to_text(want).find("arrays"), std::string::npos) << "version 1 stays as it was";
+  want.moments = {{"U8", 1}, {"F32", 256}};
+  const auto got = manifest_from(to_text(want), "m");
+  EXPECT_EQ(got.version, 2);
+  EXPECT_EQ(got.moments, want.moments);
+  EXPECT_EQ(got.moments[1].numel({"w", {}, {3, 100}, {0, 1}, "F32", true}), 2);
+  EXPECT_EQ(manifest_from(to_text(some()), "m").version, 1);
 }
 
 TEST(Manifest, RefusesEveryFlippedBitAndEveryCut) {
@@ -74,8 +85,8 @@ std::string with(const std::string& pointer, const nlohmann::ordered_json& value
 }
 
 TEST(Manifest, RefusesANewerVersion) {
-  const auto message = message_of([] { manifest_from(with("/version", 2), "m"); });
-  EXPECT_NE(message.find("m has version 2 of the format, and this poise reads up to 1"),
+  const auto message = message_of([] { manifest_from(with("/version", 3), "m"); });
+  EXPECT_NE(message.find("m has version 3 of the format, and this poise reads up to 2"),
             std::string::npos)
       << message;
 }

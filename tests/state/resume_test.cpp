@@ -19,8 +19,7 @@ struct Case {
 
 Config config_of(const Case& c) {
   auto config = test::adamw_config();
-  config.optimizer.type = c.optimizer;
-  if (c.optimizer == "sgd") config.optimizer.momentum = 0.9;
+  test::set_type(config.optimizer, c.optimizer);
   using config::DType;
   if (c.precision.rfind("bf16", 0) == 0) config.precision.dtype = DType::bf16;
   if (c.precision.rfind("fp16", 0) == 0) config.precision.dtype = DType::fp16;
@@ -59,14 +58,14 @@ TEST_P(Resume, IsTheUnbrokenRun) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, Resume,
-                         ::testing::Values(Case{"fp32", "adamw"}, Case{"fp32", "adam"},
-                                           Case{"fp32", "sgd"}, Case{"bf16", "adamw"},
-                                           Case{"bf16m", "adamw"}, Case{"bf16m", "sgd"},
-                                           Case{"fp16", "adamw"}, Case{"fp16m", "adamw"}),
-                         [](const auto& info) {
-                           return info.param.precision + "_" + info.param.optimizer;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Resume,
+    ::testing::Values(Case{"fp32", "adamw"}, Case{"fp32", "adam"}, Case{"fp32", "sgd"},
+                      Case{"bf16", "adamw"}, Case{"bf16m", "adamw"}, Case{"bf16m", "sgd"},
+                      Case{"bf16m", "lion"}, Case{"bf16m", "lamb"}, Case{"fp32", "lars"},
+                      Case{"fp32", "adamw_bf16"}, Case{"bf16m", "adamw_8bit"},
+                      Case{"fp16", "adamw"}, Case{"fp16m", "adamw"}),
+    [](const auto& info) { return info.param.precision + "_" + info.param.optimizer; });
 
 // Dropout draws from torch's generator, and buffers are the forward's own.
 struct Noisy {

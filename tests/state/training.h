@@ -107,13 +107,16 @@ inline std::string first_difference(const state::Saved& a, const state::Saved& b
   for (const auto& parameter : a.manifest().parameters) {
     const auto* other = b.parameter(parameter.name);
     if (!other) return parameter.name;
-    std::vector<std::string> kinds{parameter.trainable ? state::kMaster : state::kValue};
-    for (std::int64_t i = 0; parameter.trainable && i < a.manifest().moments; ++i) {
-      kinds.push_back(state::moment(i));
+    std::vector<std::pair<std::string, std::int64_t>> kinds{
+        {parameter.trainable ? state::kMaster : state::kValue, parameter.numel()}};
+    const auto& moments = a.manifest().moments;
+    for (std::size_t i = 0; parameter.trainable && i < moments.size(); ++i) {
+      kinds.emplace_back(state::moment(static_cast<std::int64_t>(i)), moments[i].numel(parameter));
     }
-    for (const auto& kind : kinds) {
-      const auto read = [&](const state::Saved& saved, const state::SavedParameter& p) {
-        auto values = at::zeros({parameter.numel()}, at::kFloat);
+    for (const auto& [kind, numel] : kinds) {
+      const auto read = [&, &kind = kind, numel = numel](const state::Saved& saved,
+                                                         const state::SavedParameter& p) {
+        auto values = at::zeros({numel}, at::kFloat);
         saved.read(kind, p, 0, parameter.order, values);
         return kind == state::kValue ? values.to(kept) : values;
       };

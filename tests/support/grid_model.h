@@ -112,8 +112,16 @@ inline double counted(const at::Tensor& tokens) {
   return static_cast<double>(tokens.size(0) * (tokens.size(1) - 1));
 }
 
+// "adamw", "sgd" (with momentum), ...; "adamw_bf16", "adamw_8bit": its moments in those.
+inline void set_type(config::OptimizerPolicy& policy, const std::string& name) {
+  const auto cut = name.find('_');
+  policy.type = name.substr(0, cut);
+  if (cut != std::string::npos) policy.moments = name.substr(cut + 1);
+  if (policy.type == "sgd" || policy.type == "lars") policy.momentum = 0.9;
+}
+
 // The training in plain torch: gradients of every micro-batch added up in the parameters' dtype,
-// divided by the tokens, clipped; AdamW or SGD with momentum written out.
+// divided by the tokens, clipped; the optimizers written out.
 class PlainTraining {
  public:
   // `dtype` of optimizer and masters; `forward` a 16-bit type for autocast, or `dtype`;
@@ -194,6 +202,10 @@ class PlainTraining {
     return value;
   }
 
+  static double length(const at::Tensor& values) {
+    return std::sqrt(values.to(at::kDouble).pow(2).sum().item<double>());
+  }
+
   void update(const std::string& name, at::Tensor& value, const at::Tensor& g, double lr) {
     auto& [m, v] = moments_[name];
     if (!m.defined()) m = at::zeros_like(value), v = at::zeros_like(value);
@@ -203,10 +215,32 @@ class PlainTraining {
       value.sub_(m, lr);
       return;
     }
+    if (policy_.type == "lars") {
+      const double weights = length(value), sum = length(g) + decay * weights;
+      const bool adapts = value.dim() >= 2 && weights > 0 && sum > 0;
+      const double rate = adapts ? lr * policy_.trust_coefficient * weights / sum : lr;
+      m.mul_(policy_.momentum).add_(g + value * decay, rate);
+      value.sub_(m);
+      return;
+    }
+    if (policy_.type == "lion") {
+      const auto direction = (m * policy_.beta1 + g * (1 - policy_.beta1)).sign();
+      value.mul_(1 - lr * decay).sub_(direction, lr);
+      m.mul_(policy_.beta2).add_(g, 1 - policy_.beta2);
+      return;
+    }
     m.mul_(policy_.beta1).add_(g, 1 - policy_.beta1);
     v.mul_(policy_.beta2).addcmul_(g, g, 1 - policy_.beta2);
     const auto m_hat = m / (1 - std::pow(policy_.beta1, updates_));
     const auto v_hat = v / (1 - std::pow(policy_.beta2, updates_));
+    if (policy_.type == "lamb") {
+      const auto step = m_hat / (v_hat.sqrt() + policy_.eps) + value * decay;
+      const double weights = length(value), direction = length(step);
+      double trust = weights > 0 && direction > 0 ? weights / direction : 1;
+      if (policy_.max_trust > 0) trust = std::min(trust, policy_.max_trust);
+      value.sub_(step, lr * std::max(trust, policy_.min_trust));
+      return;
+    }
     value.mul_(1 - lr * decay).sub_(m_hat / (v_hat.sqrt() + policy_.eps) * lr);
   }
 

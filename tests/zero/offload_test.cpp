@@ -77,8 +77,7 @@ Training training_of(const Case& c, int ranks, int stage) {
   run.window = test::equal_windows(ranks * 2);
   auto& config = run.config;
   config.optimizer = test::adamw();
-  config.optimizer.type = c.optimizer;
-  if (c.optimizer == "sgd") config.optimizer.momentum = 0.9;
+  test::set_type(config.optimizer, c.optimizer);
   config.optimizer.groups = {{"*.bias", 0.5, 0}};
   config.schedule.type = "linear";
   config.schedule.warmup_updates = 1;
@@ -139,7 +138,9 @@ std::string name_of(const ::testing::TestParamInfo<std::tuple<Case, int, int>>& 
 INSTANTIATE_TEST_SUITE_P(
     Grid, Offloaded,
     ::testing::Combine(::testing::Values(Case{"fp32", "adamw"}, Case{"bf16", "adamw"},
-                                         Case{"fp16", "adamw"}, Case{"bf16", "sgd"}),
+                                         Case{"fp16", "adamw"}, Case{"bf16", "sgd"},
+                                         Case{"bf16", "lion"}, Case{"bf16", "adamw_bf16"},
+                                         Case{"fp32", "adamw_8bit"}),
                        ::testing::Values(1, 2), ::testing::Values(0, 1, 2, 3)),
     name_of);
 

@@ -18,11 +18,11 @@ struct Case {
 
 config::OptimizerPolicy optimizer_of(const Case& c) {
   config::OptimizerPolicy policy;
-  policy.type = c.optimizer;
+  test::set_type(policy, c.optimizer);
   policy.lr = 1e-2;
   policy.weight_decay = 0.1;
   policy.max_grad_norm = c.clip;
-  if (c.optimizer == "sgd") policy.momentum = 0.9;
+  if (policy.type == "lars") policy.trust_coefficient = 0.5;
   return policy;
 }
 
@@ -147,7 +147,9 @@ std::string name_of(const ::testing::TestParamInfo<std::tuple<Case, int, int>>& 
 INSTANTIATE_TEST_SUITE_P(
     Grid, Parity,
     ::testing::Combine(::testing::Values(Case{"fp32", "adamw", 0.5}, Case{"fp32", "adamw", 0},
-                                         Case{"fp32", "sgd", 0.5}, Case{"bf16", "adamw", 0.5},
+                                         Case{"fp32", "sgd", 0.5}, Case{"fp32", "lion", 0.5},
+                                         Case{"fp32", "lamb", 0.5}, Case{"bf16m", "lamb", 0},
+                                         Case{"fp32", "lars", 0.5}, Case{"bf16", "adamw", 0.5},
                                          Case{"bf16m", "adamw", 0.5}, Case{"bf16m", "sgd", 0},
                                          Case{"fp16", "adamw", 0.5}, Case{"fp16m", "adamw", 0.5}),
                        ::testing::Values(1, 2, 3, 4), ::testing::Values(1, 3, 4)),

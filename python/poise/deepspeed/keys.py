@@ -63,11 +63,15 @@ _OPTIMIZER = [
     _mapped(
         "optimizer.type",
         "(optimizer) class",
-        "Adam (decoupled decay unless adam_w_mode is false), AdamW, SGD; others have no kernel yet",
+        "Adam (decoupled decay unless adam_w_mode is false), AdamW, Lamb, Lion, SGD; others have no kernel",
     ),
     *(
         _mapped(f"optimizer.params.{name}", f"(optimizer) {name}")
         for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+    ),
+    *(
+        _mapped(f"optimizer.params.{name}", f"(optimizer) {name}", f"Lamb's; {default}")
+        for name, default in (("max_coeff", "10"), ("min_coeff", "0.01"))
     ),
     _mapped("optimizer.params.adam_w_mode", "(optimizer) class", "Adam: true unless it is given"),
     *_noted(
@@ -77,7 +81,10 @@ _OPTIMIZER = [
         "optimizer.params.foreach",
         "optimizer.legacy_fusion",
     ),
-    *_noted("moments are fp32", "optimizer.params.fp32_optimizer_states"),
+    *_noted(
+        "moments are fp32 unless bf16.bf16_optimizer_states is true",
+        "optimizer.params.fp32_optimizer_states",
+    ),
     _refused("optimizer.params.bias_correction", "Adam's moments are always corrected", True),
     _refused("optimizer.params.amsgrad", "there is no kernel for it", False),
     _refused("optimizer.params.dampening", "SGD is without dampening", 0),
@@ -91,8 +98,6 @@ _OPTIMIZER = [
             "var_update_scaler",
             "local_step_scaler",
             "local_step_clipper",
-            "max_coeff",
-            "min_coeff",
             "factor_max",
             "factor_min",
             "coeff_beta",
@@ -150,7 +155,12 @@ _PRECISION = [
     *_noted("gradients are always checked, at every stage", "bf16.check_grad_overflow"),
     *_noted("gradients are always summed in fp32 as they come", "bf16.immediate_grad_update"),
     _refused("bf16.bf16_master_weights_and_grads", "masters and sums are fp32", False),
-    _refused("bf16.bf16_optimizer_states", "moments are fp32", False),
+    _mapped(
+        "bf16.bf16_optimizer_states",
+        "optimizer.moments",
+        "bf16, rounded stochastically",
+        lambda v: "bf16" if v else "fp32",
+    ),
     _mapped("torch_autocast.enabled", "precision.dtype", "autocast over fp32 parameters"),
     _mapped("torch_autocast.dtype", "precision.dtype", "bfloat16 or float16"),
     _refused("torch_autocast.lower_precision_safe_modules", "torch's own list decides", [], ()),

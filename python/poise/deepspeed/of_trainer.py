@@ -71,6 +71,12 @@ def sections(args: TrainingArguments) -> dict[str, dict[str, Any]]:
     return changed
 
 
+def moments(args: TrainingArguments) -> dict[str, str]:
+    """What the file says of the optimizer's moments, as settings of the engine."""
+    given = args.deepspeed_settings.engine["optimizer"]
+    return {"moments": given["moments"]} if "moments" in given else {}
+
+
 def optimizer(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer | None:
     """The file's; None: it has none, and the arguments' own holds."""
     settings = args.deepspeed_settings

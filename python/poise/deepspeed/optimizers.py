@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from poise import optimizers
 from poise._C import Error
 
 _LR = 1e-3  # DeepSpeed's and torch's
@@ -30,8 +31,15 @@ def make(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Opti
             return made(parameters, **{"lr": _LR, "weight_decay": 0.0, **params})
         if name == "adamw":
             return torch.optim.AdamW(parameters, **{"lr": _LR, "weight_decay": 0.0, **params})
+        if name in ("lamb", "fusedlamb"):
+            limits = {"min_coeff": 0.01, "max_coeff": 10.0}  # DeepSpeed's
+            return optimizers.Lamb(parameters, **{"lr": _LR, "eps": 1e-8, **limits, **params})
+        if name in ("lion", "fusedlion", "deepspeedcpulion"):
+            return optimizers.Lion(parameters, **{"lr": 1e-4, **params})
         if name == "sgd":
             return torch.optim.SGD(parameters, **{"lr": _LR, **params})
     except TypeError as error:
         raise Error(f"[deepspeed] optimizer.params do not fit {kind}: {error}") from None
-    raise Error(f"[deepspeed] optimizer.type is {kind}; poise has kernels for Adam, AdamW and SGD")
+    raise Error(
+        f"[deepspeed] optimizer.type is {kind}; poise has kernels for Adam, AdamW, Lamb, Lion and SGD"
+    )

@@ -1,0 +1,177 @@
+"""Optimizers that torch does not have: the engine's kernels and poise.optimizers, each against the other
+in float64, and under the names that scripts and DeepSpeed's files have for them."""
+
+import copy
+
+import poise
+import pytest
+import torch
+from poise import optimizers
+from poise.config import settings_of
+from test_deepspeed import WithLoss, config, in_pieces, run
+from test_wrap import network, plain, rows, wrapped
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def groups_of(model):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+MAKERS = {
+    "lamb": lambda model: optimizers.Lamb(groups_of(model), lr=1e-2, betas=(0.8, 0.95)),
+    "lars": lambda model: optimizers.Lars(groups_of(model), lr=1.0, trust_coefficient=0.02),
+    "lion": lambda model: optimizers.Lion(groups_of(model), lr=1e-3, betas=(0.8, 0.95)),
+}
+
+
+def windows(dataset, size):
+    return [dataset[i : i + size] for i in range(0, len(dataset), size)]
+
+
+def furthest(model, reference):
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_wrapped_loop_is_the_class_in_float64(name):
+    data = rows(48)
+    reference = network(dtype=torch.float64)
+    start = copy.deepcopy(reference)
+    plain(reference, MAKERS[name](reference), windows(data, 8))
+    model = network()
+    wrapped(model, MAKERS[name](model), None, DataLoader(data, 4), accumulation=2)
+    assert furthest(model, reference) < 2e-6
+    assert furthest(start, reference) > 3e-3  # six updates of it
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_its_state_goes_over_and_comes_back(name):
+    data = rows(32)
+    whole = network()
+    wrapped(whole, MAKERS[name](whole), None, DataLoader(data, 8), accumulation=1)
+
+    # Two updates in plain torch, then two by an engine.
+    model = network()
+    optimizer = MAKERS[name](model)
+    plain(model, optimizer, windows(data, 8)[:2])
+    mine = poise.wrap(model, optimizer)
+    for x, y in windows(data, 8)[2:]:
+        mine.model.backward(torch.nn.functional.cross_entropy(mine.model(x), y))
+        mine.optimizer.step()
+    assert furthest(model, whole) < 2e-6
+    state = mine.optimizer.state_dict()["state"]
+    assert all(bool((v != 0).any()) for v in state[0].values() if v.dim() > 0)
+
+    # And back to plain torch: one more update of both.
+    copied = network()
+    copied.load_state_dict(model.state_dict())
+    again = MAKERS[name](copied)
+    again.load_state_dict(mine.optimizer.state_dict())
+    x, y = data[:8]
+    plain(copied, again, [(x, y)])
+    mine.model.backward(torch.nn.functional.cross_entropy(mine.model(x), y))
+    mine.optimizer.step()
+    assert furthest(model, copied) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "name, type_",
+    [
+        ("lion_32bit", "lion"),
+        ("paged_adamw_32bit", "adamw"),
+        ("lamb", "lamb"),
+        ("lars", "lars"),
+    ],
+)
+def test_names_of_transformers(name, type_, tmp_path):
+    arguments = poise.TrainingArguments(str(tmp_path), optim=name, adam_beta2=0.95)
+    section = arguments.to_config(10)["optimizer"]
+    assert (section["type"], section["beta2"]) == (type_, 0.95)
+
+
+@pytest.mark.parametrize("name", ["Lion", "FusedLion"])
+def test_names_of_deepspeed(name):
+    params = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}
+    given = config(optimizer={"type": name, "params": params})
+    engine, optimizer, _, _ = poise.initialize(model=WithLoss(), config=given)
+    assert type(optimizer).__name__ == "Lion"
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+    assert engine is not None
+
+
+@pytest.mark.parametrize(
+    "given, moments",
+    [
+        ({}, "fp32"),
+        ({"optim": "adamw_8bit"}, "8bit"),
+        ({"optim": "paged_adamw_8bit"}, "8bit"),
+        ({"optim": "adamw_bnb_8bit", "optimizer_moments": "bf16"}, "bf16"),
+        ({"optimizer_moments": "bf16"}, "bf16"),
+    ],
+)
+def test_moments_of_a_trainer(given, moments, tmp_path):
+    section = poise.TrainingArguments(str(tmp_path), **given).to_config(10)["optimizer"]
+    assert (section["type"], section["moments"]) == ("adamw", moments)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_a_wrapped_loop_trains_with_moments_in_fewer_bits(moments):
+    data = rows(48)
+
+    def trained(settings):
+        model = network()
+        adam = torch.optim.AdamW(groups_of(model), lr=1e-2)
+        wrapped(model, adam, None, DataLoader(data, 8), accumulation=1, epochs=3, config=settings)
+        return model
+
+    def loss(model):
+        x, y = data[:]
+        return float(torch.nn.functional.cross_entropy(model(x), y).detach())
+
+    exact, rounded = trained(None), trained({"optimizer": {"moments": moments}})
+    assert furthest(exact, rounded) > 0
+    assert loss(rounded) == pytest.approx(loss(exact), rel=0.05)
+    assert loss(exact) < 0.8 * loss(network())
+
+
+def test_moments_without_the_parameters_shape_cannot_be_taken_out():
+    model = network()
+    adam = torch.optim.AdamW(model.parameters())
+    mine = poise.wrap(model, adam, config={"optimizer": {"moments": "8bit"}})
+    x, y = rows(8)[:]
+    mine.model.backward(torch.nn.functional.cross_entropy(mine.model(x), y))
+    mine.optimizer.step()
+    with pytest.raises(poise.Error, match="adamw_8bit keeps its moments in another form"):
+        mine.optimizer.state_dict()
+
+
+def test_bf16_states_of_deepspeed():
+    bf16 = {"enabled": True, "bf16_optimizer_states": True}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, _, _, _ = poise.initialize(model=WithLoss(), config=config(optimizer=adam, bf16=bf16))
+    assert settings_of(engine.engine.config)["optimizer"]["moments"] == "bf16"
+
+
+def test_lamb_of_deepspeed_has_its_limits():
+    given = config(optimizer={"type": "Lamb", "params": {"lr": 1e-2, "max_coeff": 0.3}})
+    model, reference = WithLoss(), network(dtype=torch.float64)
+    engine, optimizer, _, _ = poise.initialize(model=model, config=given)
+    group = optimizer.param_groups[0]
+    assert (type(optimizer).__name__, group["min_coeff"], group["max_coeff"]) == ("Lamb", 0.01, 0.3)
+    run(engine, in_pieces(rows(32), 2))
+    limited = optimizers.Lamb(reference.parameters(), 1e-2, eps=1e-8, min_coeff=0.01, max_coeff=0.3)
+    plain(reference, limited, in_pieces(rows(32), 8))
+    assert furthest(model.body, reference) < 2e-6
+
+
+def test_betas_that_are_none_are_refused():
+    with pytest.raises(poise.Error, match="two numbers in"):
+        optimizers.Lion(network().parameters(), betas=(0.9, 1.0))
