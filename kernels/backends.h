@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/accumulate.h"
+#include "kernels/adafactor.h"
 #include "kernels/adamw.h"
 #include "kernels/adamw_low.h"
 #include "kernels/lamb.h"
@@ -23,6 +24,12 @@
                   const AdamSettings&);                                                           \
   void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std::int64_t,      \
                   const AdamSettings&);                                                           \
+  void factor_sums(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t,    \
+                   double, double*);                                                              \
+  void factored_squares(const Launch&, const FactoredArrays&, const FactoredSegment*,             \
+                        std::int64_t, double, double*);                                           \
+  void adafactor(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t,      \
+                 double);                                                                         \
   void lamb_squares(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,           \
                     const AdamSettings&, double*);                                                \
   void lamb(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,                   \

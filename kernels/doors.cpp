@@ -1,6 +1,8 @@
 // The entrances to the kernels: settings are checked and rounded here, then a back end does the
 // work.
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels/backends.h"
 #include "poise/error.h"
@@ -58,6 +60,78 @@ void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLo
     POISE_CHECK(segments[s].begin % kQuantBlock == 0, segments[s].begin);
   }
   POISE_KERNEL_DISPATCH(launch, adamw_8bit, launch, arrays, segments, num_segments, settings)
+}
+
+FactorLayout factor_layout(const std::int64_t* sizes, const std::int64_t* strides, int dims,
+                           std::int64_t begin) {
+  FactorLayout layout;
+  struct Dim {
+    std::int64_t size, stride, row_step, column_step;
+  };
+  std::vector<Dim> found;
+  std::int64_t numel = 1, row_step = 1, column_step = 1;
+  for (int d = 0; d < dims; ++d) numel *= sizes[d];
+  for (int d = dims - 1; d >= 0; --d) {  // rows count all but the last dimension, columns all but
+    const bool last = d == dims - 1, last_but_one = d == dims - 2;  // the last but one
+    found.push_back({sizes[d], strides[d], last ? 0 : row_step, last_but_one ? 0 : column_step});
+    if (!last) row_step *= sizes[d];
+    if (!last_but_one) column_step *= sizes[d];
+  }
+  layout.rows = begin;
+  layout.num_rows = dims < 2 || numel == 0 ? numel : numel / sizes[dims - 1];
+  layout.num_columns = dims < 2 || numel == 0 ? 0 : numel / sizes[dims - 2];
+  layout.columns = begin + layout.num_rows;
+  if (dims < 2) found = {{numel, 1, 1, 0}};
+  std::erase_if(found, [](const Dim& d) { return d.size == 1; });
+  if (found.empty()) found = {{1, 1, 1, 1}};
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  std::vector<Dim> joined;  // dimensions that count on as one are one
+  for (const Dim& inner : found) {
+    if (!joined.empty()) {
+      Dim& outer = joined.back();
+      const auto counts_on = [&](std::int64_t Dim::*step) {
+        return outer.*step == inner.*step * inner.size;
+      };
+      if (counts_on(&Dim::stride) && counts_on(&Dim::row_step) && counts_on(&Dim::column_step)) {
+        outer = {outer.size * inner.size, inner.stride, inner.row_step, inner.column_step};
+        continue;
+      }
+    }
+    joined.push_back(inner);
+  }
+  if (joined.size() > kMostDims) {
+    fail("kernels", "a factored parameter of ", dims, " dimensions, ", joined.size(),
+         " of them apart in memory; adafactor takes ", kMostDims,
+         ": make it contiguous, or use another optimizer");
+  }
+  for (const Dim& d : joined) {
+    layout.size[layout.dims] = d.size;
+    layout.stride[layout.dims] = d.stride;
+    layout.row_step[layout.dims] = d.row_step;
+    layout.column_step[layout.dims] = d.column_step;
+    ++layout.dims;
+  }
+  return layout;
+}
+
+void factor_sums(const Launch& launch, const FactoredArrays& arrays,
+                 const FactoredSegment* segments, std::int64_t num_segments, double factor,
+                 double* sums) {
+  POISE_KERNEL_DISPATCH(launch, factor_sums, launch, arrays, segments, num_segments, factor, sums)
+}
+
+void factored_squares(const Launch& launch, const FactoredArrays& arrays,
+                      const FactoredSegment* segments, std::int64_t num_segments, double factor,
+                      double* squares) {
+  POISE_KERNEL_DISPATCH(launch, factored_squares, launch, arrays, segments, num_segments, factor,
+                        squares)
+}
+
+void adafactor(const Launch& launch, const FactoredArrays& arrays, const FactoredSegment* segments,
+               std::int64_t num_segments, double factor) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  POISE_KERNEL_DISPATCH(launch, adafactor, launch, arrays, segments, num_segments, factor)
 }
 
 LambConstants lamb_constants(const AdamSettings& settings, const LambSegment& segment) {

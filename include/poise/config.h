@@ -19,7 +19,9 @@ struct BatchPolicy {
   std::int64_t micro_batch_size = 0;  // samples of one forward/backward; 0: open
   std::int64_t accumulation = 0;  // micro-batches of one update on a rank; 0: see accumulation()
   std::int64_t global_batch_size =
-      0;  // samples of one update; 0: micro-batch x accumulation x ranks
+      0;                          // samples of one update; 0: micro-batch x accumulation x ranks
+  std::int64_t ramp_from = 0;     // micro-batches of the first update on a rank; 0: no ramp
+  std::int64_t ramp_updates = 0;  // applied updates over which they grow to the full number
 };
 
 enum class LossWeighting {
@@ -50,18 +52,25 @@ struct ParamGroup {
 };
 
 struct OptimizerPolicy {
-  std::string type = "adamw";  // adamw, adam, lamb, lars, lion, sgd
+  std::string type = "adamw";  // adamw, adam, adafactor, lamb, lars, lion, sgd
   double lr = 5e-5;
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
   std::string moments = "fp32";      // adamw, adam: fp32; bf16, 8bit: rounded
+  double clip_threshold = 1;         // adafactor: largest root mean square of a step
+  double decay_rate = -0.8;          // adafactor: 1 - beta2 is the update's number to it
+  double eps_square = 1e-30;         // adafactor: added to squares of gradients
+  double eps_scale = 1e-3;           // adafactor: floor of what scale_parameter scales by
+  bool scale_parameter = false;      // adafactor: lr times the parameter's root mean square
   double trust_coefficient = 0.001;  // lars
   double min_trust = 0;              // lamb: limits of the trust ratio; max 0: none
   double max_trust = 0;
-  double momentum = 0;                  // sgd, lars
-  bool nesterov = false;                // sgd
+  double momentum = 0;              // sgd, lars
+  bool nesterov = false;            // sgd
+  std::string lr_scaling = "none";  // linear, sqrt: by the samples of an update over lr_batch_size
+  std::int64_t lr_batch_size = 0;   // samples of an update that lr is for
   std::string decay_rule = "matrices";  // matrices: only tensors of 2 or more dimensions; all
   double max_grad_norm = 1;             // global L2 norm; 0: no clipping
   std::vector<ParamGroup> groups;
@@ -146,6 +155,7 @@ struct EnginePolicy {
   LossWeighting loss_weighting = LossWeighting::tokens;
   NonFinite on_nonfinite = NonFinite::skip;  // non-finite loss, or gradient outside fp16
   std::uint64_t seed = 42;
+  bool noise_scale = false;  // measured from each window of two micro-batches or more
 };
 
 struct ModelPolicy {
@@ -190,6 +200,11 @@ struct StatePolicy {
 
 // Samples of one forward/backward: what was given, else 1.
 POISE_API std::int64_t micro_batch_size(const BatchPolicy& batch);
+
+// Micro-batches of the update after `applied` ones: growing evenly from ramp_from to accumulation()
+// over ramp_updates.
+POISE_API std::int64_t accumulation_at(const BatchPolicy& batch, std::int64_t ranks,
+                                       std::int64_t applied);
 
 // Micro-batches of one update on each of `ranks`: what was given, else global_batch_size /
 // (micro_batch_size x ranks), else 1. Throws Error where that does not divide or contradicts.

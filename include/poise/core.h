@@ -104,6 +104,8 @@ struct StepResult {
   double lr = 0;            // that this update used
   double loss_scale = 1;    // that the gradients were made with
   double tokens = 0;        // counted tokens (or samples) N
+  double noise_scale = 0;  // engine.noise_scale: counted tokens of an update from which on a larger
+                           // one stops to help; 0: not measured
   std::int64_t micro_batches = 0;
   std::int64_t updates = 0;  // applied so far, this one included
   std::int64_t skipped = 0;  // not applied so far

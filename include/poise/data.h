@@ -166,8 +166,11 @@ class POISE_API WindowLoader {
   // window has fewer samples than ranks, a rank's window may hold no micro-batch.
   std::optional<std::vector<Batch>> next();
 
-  std::int64_t cursor() const;          // of the next window handed out
-  void seek(std::int64_t cursor);       // reads nothing that is skipped
+  std::int64_t cursor() const;     // of the next window handed out
+  void seek(std::int64_t cursor);  // reads nothing that is skipped
+  // Micro-batches of the windows from the next one on; what was read ahead of another size is
+  // dropped.
+  void set_accumulation(std::int64_t micro_batches);
   std::int64_t window_samples() const;  // of a full window, all ranks
   const Sampler& sampler() const;
 

@@ -136,6 +136,8 @@ class POISE_API Engine {
   //
   // Micro-batches of a full window from now on, instead of those that config says.
   void set_accumulation(std::int64_t micro_batches);
+  // Micro-batches of the next full window on a rank: of a ramp, by applied updates.
+  std::int64_t accumulation() const;
   // Each group's parameters by name; every trainable one is in one of them (else Error). Learning
   // rates and decay come from set_hyperparameters() from now on, not from config and schedule.
   void group_parameters(const std::vector<std::vector<std::string>>& groups);

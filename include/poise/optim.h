@@ -95,6 +95,11 @@ class POISE_API Optimizer {
 POISE_API std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy,
                                                     std::uint64_t seed = 0);
 
+// What policy.lr is multiplied by where an update has so many samples: 1 at policy.lr_batch_size,
+// in proportion to the batch (Goyal et al. 2017, arXiv:1706.02677), or to its root (Krizhevsky
+// 2014, arXiv:1404.5997; for Adam: Malladi et al. 2022, arXiv:2205.10287).
+POISE_API double batch_multiplier(const config::OptimizerPolicy& policy, std::int64_t samples);
+
 // Multiplier of the peak learning rate for the update that follows `applied` applied updates
 // (0 for the first). Same shapes as transformers' schedules of those names.
 POISE_API double schedule_multiplier(const config::SchedulePolicy& policy, std::int64_t applied);

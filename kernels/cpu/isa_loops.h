@@ -19,6 +19,12 @@ void adamw_bf16(const AdamBf16Arrays&, std::int64_t begin, std::int64_t count, c
                 bool decoupled, const RandomPlace&);
 void adamw_8bit(const Adam8BitArrays&, std::int64_t begin, std::int64_t count, const AdamConstants&,
                 bool decoupled, const RandomPlace&);
+void factor_sum(const FactoredArrays&, const FactorLayout&, std::int64_t begin, std::int64_t place,
+                std::int64_t count, const FactoredConstants&, double* rows, double* columns);
+double factored_square(const FactoredArrays&, const FactorLayout&, std::int64_t begin,
+                       std::int64_t place, std::int64_t count, const FactoredConstants&);
+void adafactor(const FactoredArrays&, const FactorLayout&, std::int64_t begin, std::int64_t place,
+               std::int64_t count, const FactoredConstants&);
 double lamb_square(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
 void lamb(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
 void lars(const LarsArrays&, std::int64_t begin, std::int64_t count, const LarsConstants&);

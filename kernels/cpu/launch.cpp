@@ -1,4 +1,6 @@
 // The CPU back end: cuts the work into chunks, runs them in parallel, joins sums in chunk order.
+#include <algorithm>
+
 #include "kernels/backends.h"
 #include "kernels/chunks.h"
 #include "kernels/cpu/loops.h"
@@ -14,6 +16,16 @@ void join_chunks(const ChunkMap& map, const std::vector<double>& sums, double* o
     for (std::int64_t c = map.first_chunk()[s]; c < map.first_chunk()[s + 1]; ++c) sum += sums[c];
     out[s] = sum;
   }
+}
+
+// use(i) for i in [0, count), where the launch can in parallel.
+template <class Use>
+void in_parallel(const Launch& launch, std::int64_t count, Use use) {
+  const RangeBody body = [](void* context, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) (*static_cast<Use*>(context))(i);
+  };
+  if (launch.parallel_for == nullptr || count <= 1) return body(&use, 0, count);
+  launch.parallel_for(count, 1, body, &use);
 }
 
 // loop(arrays, begin, count, constants, decoupled, place) over the chunks of all segments.
@@ -81,6 +93,59 @@ void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLo
 void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   adamw_low(loops().adamw_8bit, launch, arrays, segments, num_segments, settings);
+}
+
+// Segment by segment, so that the sums of its chunks are not many at once.
+void factor_sums(const Launch& launch, const FactoredArrays& arrays,
+                 const FactoredSegment* segments, std::int64_t num_segments, double factor,
+                 double* sums) {
+  const Loops& loop = loops();
+  for (std::int64_t s = 0; s < num_segments; ++s) {
+    const FactoredSegment& segment = segments[s];
+    const FactorLayout& layout = segment.layout;
+    const FactoredConstants constants = factored_constants(segment, factor);
+    const std::int64_t numel = segment.end - segment.begin, length = factor_chunk(segment);
+    const std::int64_t chunks = (numel + length - 1) / length;
+    const std::int64_t each = layout.num_rows + layout.num_columns;
+    std::vector<double> parts(static_cast<std::size_t>(chunks * each));
+    in_parallel(launch, chunks, [&](std::int64_t c) {
+      const std::int64_t offset = c * length;
+      double* rows = parts.data() + c * each;
+      loop.factor_sum(arrays, layout, segment.begin + offset, segment.first + offset,
+                      std::min(length, numel - offset), constants, rows, rows + layout.num_rows);
+    });
+    for (std::int64_t c = 0; c < chunks; ++c) {
+      for (std::int64_t k = 0; k < each; ++k) sums[layout.rows + k] += parts[c * each + k];
+    }
+  }
+}
+
+void factored_squares(const Launch& launch, const FactoredArrays& arrays,
+                      const FactoredSegment* segments, std::int64_t num_segments, double factor,
+                      double* squares) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  std::vector<double> sums(map.chunks());
+  map.parallel_for_each(launch, [&](std::int64_t number, const Chunk& chunk) {
+    const FactoredSegment& segment = segments[chunk.span];
+    sums[number] = loop.factored_square(arrays, segment.layout, segment.begin + chunk.offset,
+                                        segment.first + chunk.offset, chunk.count,
+                                        factored_constants(segment, factor));
+  });
+  join_chunks(map, sums, squares);
+}
+
+void adafactor(const Launch& launch, const FactoredArrays& arrays, const FactoredSegment* segments,
+               std::int64_t num_segments, double factor) {
+  const Loops& loop = loops();
+  const ChunkMap map(num_segments,
+                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
+  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
+    const FactoredSegment& segment = segments[chunk.span];
+    loop.adafactor(arrays, segment.layout, segment.begin + chunk.offset,
+                   segment.first + chunk.offset, chunk.count, factored_constants(segment, factor));
+  });
 }
 
 void lamb_squares(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,

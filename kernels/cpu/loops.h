@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/accumulate.h"
+#include "kernels/adafactor.h"
 #include "kernels/adamw.h"
 #include "kernels/adamw_low.h"
 #include "kernels/isa.h"
@@ -30,6 +31,14 @@ struct Loops {
                      const AdamConstants&, bool decoupled, const RandomPlace&);
   void (*adamw_8bit)(const Adam8BitArrays&, std::int64_t begin, std::int64_t count,
                      const AdamConstants&, bool decoupled, const RandomPlace&);
+  // Adds one chunk's squares to those of its parameter's rows and columns.
+  void (*factor_sum)(const FactoredArrays&, const FactorLayout&, std::int64_t begin,
+                     std::int64_t place, std::int64_t count, const FactoredConstants&, double* rows,
+                     double* columns);
+  double (*factored_square)(const FactoredArrays&, const FactorLayout&, std::int64_t begin,
+                            std::int64_t place, std::int64_t count, const FactoredConstants&);
+  void (*adafactor)(const FactoredArrays&, const FactorLayout&, std::int64_t begin,
+                    std::int64_t place, std::int64_t count, const FactoredConstants&);
   double (*lamb_square)(const AdamArrays&, std::int64_t begin, std::int64_t count,
                         const LambConstants&);
   void (*lamb)(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);

@@ -3,7 +3,9 @@
 
 namespace poise::kernels::cpu::POISE_ISA {
 
-const Loops kLoops = {squared_norm, accumulate, adamw, adamw_bf16, adamw_8bit,  lamb_square,  lamb,
-                      lars,         lion,       sgd,   pack,       stream_read, stream_update};
+const Loops kLoops = {
+    squared_norm, accumulate,   adamw, adamw_bf16, adamw_8bit, factor_sum, factored_square,
+    adafactor,    lamb_square,  lamb,  lars,       lion,       sgd,        pack,
+    stream_read,  stream_update};
 
 }  // namespace poise::kernels::cpu::POISE_ISA

@@ -37,6 +37,20 @@ void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std
   refuse("adamw_8bit");
 }
 
+void factor_sums(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t, double,
+                 double*) {
+  refuse("factor_sums");
+}
+
+void factored_squares(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t,
+                      double, double*) {
+  refuse("factored_squares");
+}
+
+void adafactor(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t, double) {
+  refuse("adafactor");
+}
+
 void lamb_squares(const Launch&, const AdamArrays&, const LambSegment*, std::int64_t,
                   const AdamSettings&, double*) {
   refuse("lamb_squares");

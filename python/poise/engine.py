@@ -189,6 +189,12 @@ class Engine:
         the configuration; between the last backward and step. Returns the norm before; all ranks."""
         return self._engine.clip_grad_norm(max_norm)
 
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of the next full window on a rank: of a ramp (batch.ramp_from), by applied
+        updates."""
+        return self._engine.accumulation
+
     def set_accumulation(self, micro_batches: int) -> None:
         """Micro-batches of a full window from now on; between windows."""
         self._engine.set_accumulation(micro_batches)

@@ -210,6 +210,9 @@ class _Windows:
     def seek(self, cursor: int) -> None:
         self.cursor, self._open = cursor, None
 
+    def set_accumulation(self, micro_batches: int) -> None:
+        self._accumulation = micro_batches
+
 
 def _identity(samples: int | None, settings: dict[str, Any]) -> dict[str, Any]:
     return {

@@ -177,6 +177,7 @@ class _Run:
                 trace.before(number)
                 begin = time.perf_counter()
                 self._state.open_window()
+                self._data.windows.set_accumulation(self._engine.accumulation)
                 window = next(self._data.windows)
                 result = step(self._engine, window, self._loss, number == 1, self._report.note)
                 self._state.close_window()

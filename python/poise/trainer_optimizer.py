@@ -96,6 +96,11 @@ def adamw(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
     kind = args.engine_optimizer
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
+    if kind == "adafactor":
+        raise Error(
+            "[trainer] create_optimizer() with optim adafactor, which has no class of torch; leave it to "
+            "the Trainer, or override create_optimizer()"
+        )
     betas = (args.adam_beta1, args.adam_beta2)
     if kind == "lars":
         return optimizers.Lars(groups, lr=args.learning_rate)

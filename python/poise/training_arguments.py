@@ -24,6 +24,7 @@ OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the
     "adamw": "adamw",
     "adam": "adam",
     "sgd": "sgd",
+    "adafactor": "adafactor",
     "lamb": "lamb",
     "lars": "lars",
     "lion": "lion",

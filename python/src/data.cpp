@@ -132,6 +132,7 @@ void bind_loader(py::module_& module) {
            })
       .def_property_readonly("cursor", &Loader::cursor)
       .def_property_readonly("window_samples", &Loader::window_samples)
+      .def("set_accumulation", &Loader::set_accumulation, py::arg("micro_batches"), ReleaseGil())
       .def("seek", &Loader::seek, py::arg("cursor"), ReleaseGil());
 }
 

@@ -190,6 +190,7 @@ void bind_result(py::module_& module) {
           "applied", [](const StepResult& result) { return result.status == Status::applied; })
       .def_readonly("loss", &StepResult::loss)
       .def_readonly("grad_norm", &StepResult::grad_norm)
+      .def_readonly("noise_scale", &StepResult::noise_scale)
       .def_readonly("clipped_norm", &StepResult::clipped_norm)
       .def_readonly("lr", &StepResult::lr)
       .def_readonly("loss_scale", &StepResult::loss_scale)
@@ -277,6 +278,7 @@ void bind_engine(py::module_& module) {
       .def("discard_window", &Engine::discard_window, NoGil())
       .def("begin_update", &Engine::begin_update, NoGil())
       .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), NoGil())
+      .def_property_readonly("accumulation", &Engine::accumulation)
       .def("set_accumulation", &Engine::set_accumulation, py::arg("micro_batches"), NoGil())
       .def("group_parameters", &Engine::group_parameters, py::arg("groups"), NoGil())
       .def("set_hyperparameters", &set_hyperparameters, py::arg("groups"), py::arg("beta1"),

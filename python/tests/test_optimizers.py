@@ -87,6 +87,7 @@ def test_its_state_goes_over_and_comes_back(name):
     [
         ("lion_32bit", "lion"),
         ("paged_adamw_32bit", "adamw"),
+        ("adafactor", "adafactor"),
         ("lamb", "lamb"),
         ("lars", "lars"),
     ],
@@ -120,6 +121,36 @@ def test_names_of_deepspeed(name):
 def test_moments_of_a_trainer(given, moments, tmp_path):
     section = poise.TrainingArguments(str(tmp_path), **given).to_config(10)["optimizer"]
     assert (section["type"], section["moments"]) == ("adamw", moments)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_adafactor_is_transformers_own(scaled):
+    transformers = pytest.importorskip("transformers")
+    data = rows(48)
+    reference, model = network(dtype=torch.float64), network()
+    theirs = transformers.Adafactor(
+        groups_of_one_rate(reference), lr=1e-2, scale_parameter=scaled, relative_step=False
+    )
+    plain(reference, theirs, windows(data, 8))
+    settings = {
+        "batch": {"accumulation": 2},
+        "optimizer": {
+            "type": "adafactor",
+            "lr": 1e-2,
+            "weight_decay": 0.1,
+            "scale_parameter": scaled,
+            "max_grad_norm": 0,
+        },
+    }
+    engine = poise.Engine(model, settings)
+    for x, y in windows(data, 8):
+        pieces = [(x[:4], y[:4]), (x[4:], y[4:])]
+        engine.step(pieces, lambda piece: torch.nn.functional.cross_entropy(model(piece[0]), piece[1]))
+    assert furthest(model, reference) < 2e-6
+
+
+def groups_of_one_rate(model):
+    return [{k: v for k, v in group.items() if k != "lr"} for group in groups_of(model)]
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])

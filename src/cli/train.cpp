@@ -169,6 +169,7 @@ void Run::loop() {
     trace.before(number);
     const auto begin = Clock::now();
     state_->open_window();
+    loader_->set_accumulation(engine_->accumulation());
     auto window = loader_->next();
     POISE_CHECK(window.has_value());  // epochs have no end here
     const auto result = update(*window);

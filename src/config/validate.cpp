@@ -18,6 +18,10 @@ void only_for(bool used, bool given, const char* key, const char* where) {
 }
 
 void check_batch(const BatchPolicy& batch) {
+  if ((batch.ramp_from > 0) != (batch.ramp_updates > 0)) {
+    fail("config", "batch.ramp_from is ", batch.ramp_from, " and batch.ramp_updates ",
+         batch.ramp_updates, "; a ramp needs both, where it begins and how many updates it has");
+  }
   if (batch.global_batch_size == 0) return;
   // Ranks are not known here: they may take up what is left, so it must be whole.
   const auto per_rank = micro_batch_size(batch) * std::max<std::int64_t>(batch.accumulation, 1);
@@ -65,6 +69,22 @@ void check_optimizer(const OptimizerPolicy& optimizer) {
            "optimizer.trust_coefficient", "optimizer.type lars");
   only_for(lamb, optimizer.min_trust != 0, "optimizer.min_trust", "optimizer.type lamb");
   only_for(lamb, optimizer.max_trust != 0, "optimizer.max_trust", "optimizer.type lamb");
+  const bool scales = optimizer.lr_scaling != "none";
+  only_for(scales, optimizer.lr_batch_size != 0, "optimizer.lr_batch_size",
+           "optimizer.lr_scaling linear and sqrt");
+  if (scales && optimizer.lr_batch_size == 0) {
+    fail("config", "optimizer.lr_scaling is ", optimizer.lr_scaling,
+         ", and lr_batch_size is 0; say for how many samples of an update optimizer.lr is");
+  }
+  const bool adafactor = optimizer.type == "adafactor";
+  const auto of_adafactor = [&](bool given, const char* key) {
+    only_for(adafactor, given, key, "optimizer.type adafactor");
+  };
+  of_adafactor(optimizer.clip_threshold != defaults.clip_threshold, "optimizer.clip_threshold");
+  of_adafactor(optimizer.decay_rate != defaults.decay_rate, "optimizer.decay_rate");
+  of_adafactor(optimizer.eps_square != defaults.eps_square, "optimizer.eps_square");
+  of_adafactor(optimizer.scale_parameter, "optimizer.scale_parameter");
+  of_adafactor(optimizer.eps_scale != defaults.eps_scale, "optimizer.eps_scale");
   if (optimizer.max_trust != 0 && optimizer.max_trust < optimizer.min_trust) {
     fail("config", "optimizer.max_trust is ", optimizer.max_trust, " and min_trust ",
          optimizer.min_trust, "; the first is 0 or the larger one");
@@ -134,7 +154,8 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
 
 // What such an optimizer needs of whole parameters is summed on the device.
 void check_offload_of(const OptimizerPolicy& optimizer, const OffloadPolicy& offload) {
-  const bool whole = optimizer.type == "lamb" || optimizer.type == "lars";
+  const bool whole =
+      optimizer.type == "adafactor" || optimizer.type == "lamb" || optimizer.type == "lars";
   const bool away = offload.optimizer != Offload::none || offload.gradients != Offload::none ||
                     offload.parameters != Offload::none;
   if (!whole || !away) return;
@@ -206,6 +227,16 @@ bool reduces_every_micro_batch(const ZeroPolicy& zero) {
 
 std::int64_t micro_batch_size(const BatchPolicy& batch) {
   return std::max<std::int64_t>(batch.micro_batch_size, 1);
+}
+
+std::int64_t accumulation_at(const BatchPolicy& batch, std::int64_t ranks, std::int64_t applied) {
+  const auto full = accumulation(batch, ranks);
+  if (applied >= batch.ramp_updates) return full;
+  if (batch.ramp_from > full) {
+    fail("config", "batch.ramp_from is ", batch.ramp_from, ", more than the ", full,
+         " micro-batches of a full update; make it smaller");
+  }
+  return batch.ramp_from + (full - batch.ramp_from) * applied / batch.ramp_updates;
 }
 
 std::int64_t accumulation(const BatchPolicy& batch, std::int64_t ranks) {

@@ -1,5 +1,6 @@
 // WindowLoader: cursor arithmetic, micro-batches of a window, and when to read ahead.
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 #include "data/read_ahead.h"
@@ -42,7 +43,7 @@ struct WindowLoader::Impl {
 
   // Samples asked for at a cursor: a window that runs on into the next epoch still stops at the
   // end.
-  std::int64_t count(std::int64_t at) const { return std::min(samples, end - at); }
+  std::int64_t count(std::int64_t at) const { return std::min(samples.load(), end - at); }
   std::int64_t after(std::int64_t at) const { return sampler.advance(at, count(at)); }
 
   std::vector<Batch> read(std::int64_t at) const;
@@ -51,11 +52,11 @@ struct WindowLoader::Impl {
   std::shared_ptr<const Source> source;
   Sampler sampler;
   WindowOptions options;
-  std::int64_t samples;        // of a full window, all ranks
-  std::int64_t end;            // cursor after the last epoch
-  std::int64_t cursor = 0;     // of the next window handed out
-  std::int64_t requested = 0;  // cursor of the next window requested
-  ReadAhead ahead;             // last: its thread uses the members above
+  std::atomic<std::int64_t> samples;  // of a full window, all ranks; the reading thread reads it
+  std::int64_t end;                   // cursor after the last epoch
+  std::int64_t cursor = 0;            // of the next window handed out
+  std::int64_t requested = 0;         // cursor of the next window requested
+  ReadAhead ahead;                    // last: its thread uses the members above
 };
 
 std::vector<Batch> WindowLoader::Impl::read(std::int64_t at) const {
@@ -113,6 +114,17 @@ void WindowLoader::seek(std::int64_t cursor) {
   if (cursor == impl_->cursor) return;
   impl_->ahead.drop();
   impl_->cursor = cursor;
+}
+
+void WindowLoader::set_accumulation(std::int64_t micro_batches) {
+  Impl& in = *impl_;
+  if (micro_batches == in.options.accumulation) return;
+  auto options = in.options;
+  options.accumulation = micro_batches;
+  options = checked(options, in.sampler.options().ranks);
+  in.ahead.drop();  // of what its thread still reads nobody takes anything
+  in.options.accumulation = micro_batches;
+  in.samples = options.micro_batch_size * micro_batches * in.sampler.options().ranks;
 }
 
 std::int64_t WindowLoader::window_samples() const { return impl_->samples; }

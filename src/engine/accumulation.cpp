@@ -37,6 +37,7 @@ void Engine::Impl::follow(zero::MicroBatch position) {
   if (!units) {
     loss_weights.agree_without_micro_batch();
     gradients.follow_micro_batch(position);
+    measure_small(position);
     return;
   }
   using Operation = zero::Following::Operation;
@@ -50,6 +51,7 @@ void Engine::Impl::follow(zero::MicroBatch position) {
   }
   gradients.end_micro_batch();
   units->end_micro_batch();
+  measure_small(position);
 }
 
 }  // namespace poise

@@ -39,7 +39,7 @@ void Engine::set_accumulation(std::int64_t micro_batches) {
     fail("engine", "set_accumulation() got ", micro_batches,
          "; a window has 1 micro-batch or more");
   }
-  impl_->accumulation = micro_batches;
+  impl_->set_accumulation = micro_batches;
 }
 
 double Engine::clip_grad_norm(double max_norm) {

@@ -270,7 +270,6 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       buffers(model.buffers),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
-      accumulation(config::accumulation(config.batch, group->size())),
       table(agreed(model, config, *group)),
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size(),
              config.offload.parameters != config::Offload::none),

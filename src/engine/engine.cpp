@@ -119,17 +119,17 @@ void Engine::backward(const Loss& loss) {
   }
   if (is_boundary()) {
     fail("engine", "backward() came for micro-batch ", impl_->micro_batches + 1, " of a window of ",
-         impl_->accumulation, "; call step() at the boundary (is_boundary() tells)");
+         impl_->accumulation(), "; call step() at the boundary (is_boundary() tells)");
   }
   impl_->guarded([&] {
     if (impl_->state == WindowState::closed) impl_->open_window({});
-    impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation
+    impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation()
                               ? zero::MicroBatch::last
                               : zero::MicroBatch::inner);
   });
 }
 
-bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumulation; }
+bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumulation(); }
 
 StepResult Engine::step(Last last) {
   if (impl_->micro_batches == 0) {
@@ -139,7 +139,7 @@ StepResult Engine::step(Last last) {
         "loss.backward() does not reach poise)");
   }
   if (last == Last::no && !is_boundary()) {
-    fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->accumulation,
+    fail("engine", "step() was called after ", impl_->micro_batches, " of ", impl_->accumulation(),
          " micro-batches; call it at the boundary, or with Last::yes to close a shorter window");
   }
   const auto result = impl_->guarded([&] { return impl_->close_window(); });
@@ -271,6 +271,7 @@ void Engine::restart_peak() { impl_->ledger.reset_peak(); }
 const memory::Ledger& Engine::ledger() const { return impl_->ledger; }
 comm::Group& Engine::group() const { return *impl_->group; }
 double Engine::learning_rate() const { return impl_->learning_rate(); }
+std::int64_t Engine::accumulation() const { return impl_->accumulation(); }
 double Engine::loss_scale() const { return impl_->scaler.scale(); }
 std::int64_t Engine::updates() const { return impl_->updates; }
 std::int64_t Engine::skipped_updates() const { return impl_->skipped; }
@@ -282,7 +283,9 @@ double Engine::Impl::learning_rate() const {
   auto policy = schedule;
   if (policy.total_updates == 0) policy.total_updates = config.train.max_updates;
   const auto counted = std::max<std::int64_t>(0, updates - schedule_from);
-  return config.optimizer.lr * optim::schedule_multiplier(policy, counted);
+  const auto samples = config::micro_batch_size(config.batch) * accumulation() * group->size();
+  return config.optimizer.lr * optim::batch_multiplier(config.optimizer, samples) *
+         optim::schedule_multiplier(policy, counted);
 }
 
 std::vector<optim::GroupSettings> Engine::Impl::group_settings() const {

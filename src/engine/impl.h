@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "engine/loss_weights.h"
+#include "engine/noise_scale.h"
 #include "engine/offloading.h"
 #include "engine/state_update.h"
 #include "poise/checkpointing.h"
@@ -128,6 +129,8 @@ struct Engine::Impl {
                        const LossFn& loss);
   void follow(zero::MicroBatch position);
   void gather_gradients();
+  void measure_small(zero::MicroBatch position);
+  void measure_noise(const std::vector<double>& rows, std::size_t columns);
   std::shared_ptr<zero::Units> make_units();
   std::optional<checkpointing::ActivationOffload> make_activations(const ModelView& model);
   // While it lives, what forward saves goes where the config says.
@@ -162,13 +165,17 @@ struct Engine::Impl {
   // The optimizer's state that a trainable parameter lives in, and its entry of the table.
   std::pair<std::size_t, int> state_of(const std::string& name) const;
   double learning_rate() const;
+  std::int64_t accumulation() const {  // micro-batches of a full window
+    return set_accumulation ? *set_accumulation
+                            : config::accumulation_at(config.batch, group->size(), updates);
+  }
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
   const std::vector<NamedTensor> buffers;  // of the model
   const comm::Ranks ranks;
-  const std::shared_ptr<comm::Group> group;  // all of them
-  std::int64_t accumulation;                 // micro-batches of a full window
+  const std::shared_ptr<comm::Group> group;      // all of them
+  std::optional<std::int64_t> set_accumulation;  // instead of the config's
   const ParamTable table;
   const zero::Shards shards;
   memory::Ledger ledger;
@@ -184,6 +191,7 @@ struct Engine::Impl {
   std::vector<optim::GroupSettings> given_groups;  // instead of the config's; empty: not given
   precision::LossScaler scaler;
   engine::LossWeights loss_weights;
+  engine::NoiseScale noise;
   at::Device device;
 
   engine::WindowState state = engine::WindowState::closed;
@@ -201,6 +209,8 @@ struct Engine::Impl {
     at::Tensor gradient;
     at::Tensor original;
   };
+  // Of the window's first micro-batch: squares of the sums and counted tokens, where measured.
+  std::optional<engine::NoiseScale::Small> small;
   std::map<int, Lent> lent;
   StepResult times;  // only its *_seconds
   engine::Clock::time_point window_start;

@@ -40,6 +40,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
   ledger.reset_peak();
   times = {};
   micro_batches = 0;
+  small.reset();
   clip_at.reset();
   window_start = engine::Clock::now();
   state = WindowState::open;
@@ -73,6 +74,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   if (!weighted.defined()) {  // counted nothing
     if (!units) {
       gradients.follow_micro_batch(position);
+      measure_small(position);
       return;
     }
     // With sharded parameters the other ranks need this one's share of every unit's backward.
@@ -91,6 +93,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   }
   gradients.end_micro_batch();
   if (units) units->end_micro_batch();
+  measure_small(position);
 }
 
 double Engine::Impl::unscale_factor(double tokens) const {
@@ -130,6 +133,8 @@ void Engine::Impl::sum_up() {
       row[Share::bad_entry] = static_cast<double>(i);
     }
   }
+  const auto measured = small.value_or(engine::NoiseScale::Small());
+  if (config.engine.noise_scale) row.insert(row.end(), {measured.squares, measured.tokens});
   for (const double sum : loss_weights.sums()) row.push_back(sum);
   gather_gradients();
 
@@ -150,7 +155,8 @@ void Engine::Impl::sum_up() {
   if (bad_entry != Share::kNone) {
     sums.first_bad_parameter = table.entries()[static_cast<std::size_t>(bad_entry)].name;
   }
-  sums.totals = loss_weights.totals({joined.begin() + Share::first_sum, joined.end()});
+  const int first_sum = Share::first_sum + (config.engine.noise_scale ? 2 : 0);
+  sums.totals = loss_weights.totals({joined.begin() + first_sum, joined.end()});
   if (sums.totals.tokens == 0) {
     sums.status = Status::empty;
     return;
@@ -161,7 +167,35 @@ void Engine::Impl::sum_up() {
     sums.status = Status::nonfinite_loss;
   } else if (!std::isfinite(total)) {
     sums.status = scales_loss() ? Status::overflow : Status::nonfinite_gradient;
+  } else if (config.engine.noise_scale) {
+    measure_noise(rows, row.size());
   }
+}
+
+// After a window's first micro-batch, unless it is the only one.
+void Engine::Impl::measure_small(zero::MicroBatch position) {
+  if (!config.engine.noise_scale || small || position == zero::MicroBatch::last) return;
+  // Each replica has joined a gradient of its own, of which the ranks hold shards.
+  if (ranks.replica->size() > 1 && shards.reduces_every_micro_batch()) return;
+  AccountScope scope(ledger, Account::other);
+  small = {gradients.squares_so_far(), loss_weights.sums()[1]};
+}
+
+void Engine::Impl::measure_noise(const std::vector<double>& rows, std::size_t columns) {
+  std::vector<engine::NoiseScale::Small> all;
+  double tokens = 0;
+  const bool joined = shards.reduces_every_micro_batch();
+  for (auto at = std::size_t{Share::first_sum}; at < rows.size(); at += columns) {
+    all.push_back({rows[at], rows[at + 1]});
+    tokens += rows[at + 1];
+  }
+  for (auto& one : all) {  // squares of sums become those of means
+    const double of = joined ? tokens : one.tokens;
+    const double factor = of > 0 ? unscale_factor(of) : 0;
+    one.squares *= factor * factor;
+  }
+  small.reset();  // gradients that the user edits are no measurement
+  noise.add(all, joined, sums.grad_norm * sums.grad_norm, sums.totals.tokens);
 }
 
 // Stage 0 over several ranks: the sums, joined by shards, become whole for everybody's optimizer.
@@ -234,6 +268,7 @@ StepResult Engine::Impl::close_window() {
     result.status = sums.status;
     result.loss = sums.totals.loss;
     result.tokens = sums.totals.tokens;
+    result.noise_scale = noise.value();
     result.grad_norm = sums.grad_norm;
     result.first_bad_parameter = sums.first_bad_parameter;
     result.lr = learning_rate();

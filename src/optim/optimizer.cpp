@@ -1,6 +1,7 @@
 // The optimizers by name. A new one: its header, its line here (docs/adding_an_optimizer.md).
 #include <ATen/ops/empty.h>
 
+#include "optim/adafactor.h"
 #include "optim/adamw.h"
 #include "optim/adamw_low.h"
 #include "optim/lamb.h"
@@ -41,12 +42,13 @@ std::unique_ptr<Optimizer> make_adamw(const config::OptimizerPolicy& policy, std
 std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy,
                                           std::uint64_t seed) {
   if (policy.type == "adamw" || policy.type == "adam") return make_adamw(policy, seed);
+  if (policy.type == "adafactor") return std::make_unique<Adafactor>(policy);
   if (policy.type == "lamb") return std::make_unique<Lamb>(policy);
   if (policy.type == "lars") return std::make_unique<Lars>(policy);
   if (policy.type == "lion") return std::make_unique<Lion>(policy);
   if (policy.type == "sgd") return std::make_unique<Sgd>(policy);
   fail("optim", "unknown optimizer: '", policy.type,
-       "'; use one of: adamw, adam, lamb, lars, lion, sgd");
+       "'; use one of: adamw, adam, adafactor, lamb, lars, lion, sgd");
 }
 
 }  // namespace poise::optim

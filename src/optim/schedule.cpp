@@ -43,6 +43,18 @@ double inverse_sqrt(const config::SchedulePolicy& policy, std::int64_t applied) 
 
 }  // namespace
 
+double batch_multiplier(const config::OptimizerPolicy& policy, std::int64_t samples) {
+  if (policy.lr_scaling == "none") return 1.0;
+  if (samples < 1 || policy.lr_batch_size < 1) {
+    fail("optim", "lr_scaling ", policy.lr_scaling, " for ", samples, " samples, with an lr for ",
+         policy.lr_batch_size, "; both are 1 or more");
+  }
+  const double ratio = static_cast<double>(samples) / static_cast<double>(policy.lr_batch_size);
+  if (policy.lr_scaling == "linear") return ratio;
+  if (policy.lr_scaling == "sqrt") return std::sqrt(ratio);
+  fail("optim", "unknown lr_scaling ", policy.lr_scaling, "; known: none, linear, sqrt");
+}
+
 double schedule_multiplier(const config::SchedulePolicy& policy, std::int64_t applied) {
   const auto& type = policy.type;
   const bool has_end = type != "constant" && type != "inverse_sqrt";

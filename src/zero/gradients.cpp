@@ -160,6 +160,36 @@ void Gradients::take(int entry, const at::Tensor& gradient) {
   reducer_.added(entry);
 }
 
+double Gradients::squares_so_far() {
+  at::NoGradGuard no_grad;
+  const bool joined = shards_.reduces_every_micro_batch();
+  double total = 0;
+  for (int f = 0; f < static_cast<int>(table_.flats().size()); ++f) {
+    const auto& layout = table_.flats()[static_cast<std::size_t>(f)];
+    if (!layout.trainable) continue;
+    const auto shard = shards_.mine(f);
+    const auto sum = joined ? store_.gradient_shard(f) : reducer_.pile_of(f).sum;
+    std::vector<kernels::Piece> pieces;
+    for (std::size_t i = 0; i < layout.entries.size(); ++i) {
+      const auto& entry = table_.entries()[static_cast<std::size_t>(layout.entries[i])];
+      const Range whole{entry.offset, entry.offset + entry.numel};
+      if (!joined && reducer_.pile_of(f).arrived[i]) pieces.push_back({whole.begin, whole.end});
+      if (!joined) continue;
+      const auto part = overlap(whole, shard);
+      pieces.push_back({part.begin - shard.begin, part.end - shard.begin});
+    }
+    if (pieces.empty()) continue;
+    const auto count = static_cast<std::int64_t>(pieces.size());
+    const auto squares = at::zeros({count}, sum.options().dtype(at::kDouble));
+    kernels::squared_norms(launch_for(sum.device()), kernel_dtype(sum.scalar_type()),
+                           sum.const_data_ptr(), pieces.data(), count,
+                           squares.mutable_data_ptr<double>());
+    const auto here = squares.cpu();
+    for (std::int64_t i = 0; i < count; ++i) total += here.const_data_ptr<double>()[i];
+  }
+  return total;
+}
+
 void Gradients::finish_window() {
   if (!reducer_.window_joined()) follow_micro_batch(MicroBatch::last);  // closed before its time
   reducer_.zero_what_never_came();

@@ -55,6 +55,10 @@ class Gradients {
   void begin_following(MicroBatch position) { begin_micro_batch(position); }
   void join_flat(int flat) { reducer_.join_flat(flat); }
 
+  // After the first micro-batch of a window: the square sum of what this rank has of the sums so
+  // far, its shard where every micro-batch is joined, else all of its own.
+  double squares_so_far();
+
   // Makes every accumulator whole at the end of a window: zeros where no gradient came, joined
   // over ranks, norms where the last pass did not make them.
   void finish_window();

@@ -69,6 +69,28 @@ class Resumed : public ::testing::Test {
   testing::TempFolder folder_;
 };
 
+TEST_F(Resumed, GoesOnInTheMiddleOfARamp) {
+  const std::vector<std::string> ramp{"batch.ramp_from=1", "batch.ramp_updates=8",
+                                      "optimizer.lr_scaling=sqrt", "optimizer.lr_batch_size=6"};
+  ASSERT_EQ(train("whole", ramp).err, "");
+  const auto want = lines("whole");
+  for (const int stop : {3, 7}) {
+    auto settings = ramp;
+    settings.insert(settings.end(),
+                    {"state.save_every=1", "state.resume=auto", "schedule.total_updates=13"});
+    auto first = settings;
+    first.push_back("train.max_updates=" + std::to_string(stop));
+    const auto out = "ramp" + std::to_string(stop);
+    ASSERT_EQ(train(out, first).code, 0);
+    ASSERT_EQ(train(out, settings).code, 0);
+    const auto got = lines(out);
+    EXPECT_EQ(got.back()["losses"], want.back()["losses"]);
+    EXPECT_EQ(got.back()["validation_loss"], want.back()["validation_loss"]);
+  }
+  ASSERT_EQ(train("flat", {}).err, "");
+  EXPECT_NE(lines("flat").back()["losses"], want.back()["losses"]);
+}
+
 TEST_F(Resumed, GoesOnAsIfItHadNeverStopped) {
   ASSERT_EQ(train("whole", {}).err, "");
   const auto want = lines("whole");

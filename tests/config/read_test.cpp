@@ -145,7 +145,7 @@ TEST(Read, WrongValuesNameKeyValueAndWhatIsAllowed) {
       {R"({"optimizer": {"beta2": 1}})", "optimizer.beta2 is", " 1;", ">= 0.0, < 1.0"},
       {R"({"optimizer": {"eps": 0}})", "optimizer.eps is", " 0;", "> 0"},
       {R"({"optimizer": {"type": "adamW"}})", "optimizer.type is", "\"adamW\"",
-       "adamw, adam or sgd"},
+       "adamw, adam, adafactor, lamb, lars, lion or sgd"},
       {R"({"optimizer": {"groups": {}}})", "optimizer.groups is", "{}", "list of groups"},
       {R"({"optimizer": {"groups": [{"match": "a", "lr_multiplier": "b"}]}})",
        "optimizer.groups[0].lr_multiplier is", "\"b\"", "number"},

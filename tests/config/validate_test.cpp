@@ -82,6 +82,34 @@ TEST(Validate, RulesBetweenSettings) {
        "must lie between"},
       {[](Config& c) { c.optimizer.momentum = 0.9; },
        "optimizer.momentum is given but is only for"},
+      {[](Config& c) { c.optimizer.trust_coefficient = 0.1; },
+       "optimizer.trust_coefficient is given but is only for optimizer.type lars"},
+      {[](Config& c) { c.optimizer.max_trust = 10; }, "only for optimizer.type lamb"},
+      {[](Config& c) {
+         c.optimizer.type = "lamb";
+         c.optimizer.min_trust = 2;
+         c.optimizer.max_trust = 1;
+       },
+       "optimizer.max_trust is 1 and min_trust 2"},
+      {[](Config& c) {
+         c.optimizer.type = "lamb";
+         c.optimizer.min_trust = 2;
+       },
+       ""},
+      {[](Config& c) { c.optimizer.scale_parameter = true; }, "only for optimizer.type adafactor"},
+      {[](Config& c) {
+         c.optimizer.type = "lion";
+         c.optimizer.moments = "bf16";
+       },
+       "optimizer.moments is given but is only for optimizer.type adamw and adam"},
+      {[](Config& c) {
+         c.optimizer.type = "adafactor";
+         c.offload.parameters = Offload::host;
+       },
+       "leave offload.parameters out, or use adamw, adam, lion or sgd"},
+      {[](Config& c) { c.optimizer.lr_scaling = "sqrt"; }, "say for how many samples"},
+      {[](Config& c) { c.optimizer.lr_batch_size = 8; }, "only for optimizer.lr_scaling"},
+      {[](Config& c) { c.batch.ramp_from = 2; }, "a ramp needs both"},
       {[](Config& c) {
          c.optimizer.type = "sgd";
          c.optimizer.nesterov = true;
@@ -168,6 +196,25 @@ TEST(Validate, ConfigsFilledByHandMeetTheLimits) {
               HasSubstr("memory.budget_bytes is -1"));
   EXPECT_THAT(message_of([](Config& c) { c.data.train = {std::string("\xff\xfe")}; }),
               HasSubstr("accepted"));
+}
+
+TEST(Accumulation, GrowsAlongARamp) {
+  BatchPolicy batch;
+  batch.accumulation = 10;
+  EXPECT_EQ(accumulation_at(batch, 1, 0), 10);
+  batch.ramp_from = 2;
+  batch.ramp_updates = 4;
+  const std::int64_t want[] = {2, 4, 6, 8, 10, 10};
+  for (std::int64_t applied = 0; applied < 6; ++applied) {
+    EXPECT_EQ(accumulation_at(batch, 3, applied), want[applied]) << applied;
+  }
+  batch.ramp_updates = 3;
+  EXPECT_EQ(accumulation_at(batch, 1, 1), 4);  // 2 + 8 / 3, in whole micro-batches
+  batch.accumulation = 0;
+  batch.global_batch_size = 24;
+  EXPECT_EQ(accumulation_at(batch, 4, 3), 6);
+  batch.ramp_from = 7;
+  EXPECT_THROW(accumulation_at(batch, 4, 0), Error);
 }
 
 TEST(Accumulation, IsGlobalOverMicroAndRanks) {

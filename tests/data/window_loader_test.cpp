@@ -132,6 +132,25 @@ TEST(WindowLoader, SeekForgetsWhatWasReadAhead) {
   EXPECT_THAT(message_of([&] { loader.seek(-3); }), HasSubstr("cursor is -3"));
 }
 
+TEST(WindowLoader, WindowsMayGrow) {
+  for (const std::int64_t prefetch : {0, 3}) {
+    WindowLoader loader(std::make_shared<Numbers>(60), {.order = Order::sequential},
+                        options(prefetch, 1));
+    std::vector<std::int64_t> begins, sizes;
+    for (const std::int64_t micro_batches : {1, 1, 2, 3, 3, 5}) {
+      loader.set_accumulation(micro_batches);
+      EXPECT_EQ(loader.window_samples(), 2 * micro_batches);
+      const auto window = *loader.next();
+      begins.push_back(values_of(window[0])[0]);
+      sizes.push_back(static_cast<std::int64_t>(window.size()));
+    }
+    EXPECT_EQ(begins, (Indices{0, 2, 4, 8, 14, 20})) << prefetch;
+    EXPECT_EQ(sizes, (Indices{1, 1, 2, 3, 3, 5}));
+    EXPECT_EQ(loader.cursor(), 30);
+    EXPECT_THAT(message_of([&] { loader.set_accumulation(0); }), HasSubstr("accumulation is 0"));
+  }
+}
+
 TEST(WindowLoader, ReadsAheadButNoFurtherThanAsked) {
   const auto source = std::make_shared<Numbers>(600);
   WindowLoader loader(source, {.order = Order::sequential}, options(3, 1));

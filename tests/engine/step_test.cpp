@@ -193,6 +193,37 @@ TEST(Step, ReadingGradientsChangesNoBitAndWritingThemCounts) {
       << "only decay moved it";
 }
 
+// A ramp closes windows at the count of the update, a rate that follows the batch follows it, and a
+// run that begins at any update is in the middle of it.
+TEST(Step, WindowsAndRatesFollowTheRamp) {
+  TinyModel model;
+  auto config = config_with();
+  config.batch.micro_batch_size = 4;
+  config.batch.accumulation = 4;
+  config.batch.ramp_from = 1;
+  config.batch.ramp_updates = 6;
+  config.optimizer.lr_scaling = "linear";
+  config.optimizer.lr_batch_size = 16;
+  Engine engine(model.view(), config);
+  const std::int64_t want[] = {1, 1, 2, 2, 3, 3, 4, 4};
+  for (const auto micro_batches : want) {
+    EXPECT_EQ(engine.accumulation(), micro_batches);
+    EXPECT_DOUBLE_EQ(engine.learning_rate(), 1e-2 * static_cast<double>(micro_batches) / 4);
+    for (std::int64_t i = 0; i < micro_batches; ++i) {
+      EXPECT_FALSE(engine.is_boundary());
+      engine.backward(Loss::mean(mean_loss(model, make_batch(4, 1)), 4));
+    }
+    EXPECT_TRUE(engine.is_boundary());
+    const auto result = engine.step();
+    EXPECT_EQ(result.micro_batches, micro_batches);
+    EXPECT_DOUBLE_EQ(result.lr, 1e-2 * static_cast<double>(micro_batches) / 4);
+  }
+  engine.set_updates(3);
+  EXPECT_EQ(engine.accumulation(), 2);
+  engine.set_accumulation(7);
+  EXPECT_EQ(engine.accumulation(), 7);
+}
+
 TEST(Step, RefusesCallsOutOfOrder) {
   TinyModel model;
   auto config = config_with();

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "kernels/accumulate.h"
+#include "kernels/adafactor.h"
 #include "kernels/adamw.h"
 #include "kernels/adamw_low.h"
 #include "kernels/chunks.h"
@@ -264,6 +265,64 @@ TEST_P(Equality, AdamWWithMomentsInFewerBits) {
               << type << (eight ? " 8 bits" : " bf16") << " array " << i;
         }
       }
+    }
+  }
+}
+
+// A matrix, one that lies by columns, a tensor of four dimensions with channels last, a row of
+// numbers; pieces of them that begin anywhere.
+TEST_P(Equality, AdafactorAndItsSums) {
+  struct Shape {
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t begin, end, first;  // the piece in the flat, and its place in the parameter
+  };
+  const std::vector<Shape> shapes{{{90, 110}, {110, 1}, 1, 9000, 17},
+                                  {{70, 60}, {1, 70}, 9001, 9001 + 4200, 0},
+                                  {{5, 6, 7, 8}, {336, 1, 48, 6}, 13300, 14900, 33},
+                                  {{300}, {1}, 15000, 15299, 1},
+                                  {{100, 100}, {100, 1}, 15300, 15300, 50},
+                                  {{200, 300}, {300, 1}, 15301, 30000, 20000}};
+  std::int64_t factors = 0;
+  std::vector<FactoredSegment> segments;
+  for (const Shape& shape : shapes) {
+    FactoredSegment segment;
+    segment.begin = shape.begin;
+    segment.end = shape.end;
+    segment.first = shape.first;
+    segment.lr = 0.1;
+    segment.keep = 0.99;
+    segment.layout = factor_layout(shape.sizes.data(), shape.strides.data(),
+                                   static_cast<int>(shape.sizes.size()), factors);
+    factors += segment.layout.num_rows + segment.layout.num_columns;
+    segments.push_back(segment);
+  }
+  const auto count = static_cast<std::int64_t>(segments.size());
+  for (const at::ScalarType type : kTypes) {
+    const bool special = type == at::kBFloat16;
+    const at::Tensor gradient = values(kFlat, type, 3, special);
+    const std::vector<at::Tensor> expected = {
+        values(kFlat, at::kFloat, 4, special), values(kFlat, at::kBFloat16, 8, false),
+        on(c10::Device(c10::kCPU), values(factors, at::kFloat, 5, false).abs()),
+        at::zeros({factors}, at::kDouble), at::zeros({count}, at::kDouble)};
+    std::vector<at::Tensor> actual;
+    for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+    const at::Tensor there = on(device(), gradient);
+    const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                         const at::Tensor& g) {
+      FactoredArrays arrays;
+      arrays.master = t[0].data_ptr<float>();
+      arrays.low = t[1].data_ptr();
+      arrays.gradient = g.data_ptr();
+      arrays.gradient_dtype = kernel_dtype(type);
+      arrays.factors = t[2].data_ptr<float>();
+      factor_sums(launch, arrays, segments.data(), count, 0.7, t[3].data_ptr<double>());
+      factored_squares(launch, arrays, segments.data(), count, 0.7, t[4].data_ptr<double>());
+      adafactor(launch, arrays, segments.data(), count, 0.7);
+    };
+    run(kReference, expected, gradient);
+    run(launch(), actual, there);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " array " << i;
     }
   }
 }

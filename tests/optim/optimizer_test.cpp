@@ -35,9 +35,9 @@ TEST(MakeOptimizer, RefusesWhatItCannotBe) {
     make_optimizer(policy_of("adamv"));
     FAIL() << "made an optimizer";
   } catch (const Error& error) {
-    EXPECT_STREQ(
-        error.what(),
-        "[optim] unknown optimizer: 'adamv'; use one of: adamw, adam, lamb, lars, lion, sgd");
+    EXPECT_STREQ(error.what(),
+                 "[optim] unknown optimizer: 'adamv'; use one of: adamw, adam, adafactor, lamb, "
+                 "lars, lion, sgd");
   }
   config::OptimizerPolicy nesterov;
   nesterov.type = "sgd";

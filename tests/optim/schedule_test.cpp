@@ -136,6 +136,23 @@ TEST(Schedule, EndsAtTheEnd) {
   }
 }
 
+TEST(BatchMultiplier, FollowsTheBatchOrItsRoot) {
+  config::OptimizerPolicy policy;
+  policy.lr_batch_size = 256;
+  EXPECT_EQ(batch_multiplier(policy, 8192), 1);
+  policy.lr_scaling = "linear";
+  EXPECT_EQ(batch_multiplier(policy, 256), 1);
+  EXPECT_EQ(batch_multiplier(policy, 8192), 32);
+  EXPECT_EQ(batch_multiplier(policy, 64), 0.25);
+  policy.lr_scaling = "sqrt";
+  EXPECT_EQ(batch_multiplier(policy, 256), 1);
+  EXPECT_EQ(batch_multiplier(policy, 4096), 4);
+  EXPECT_DOUBLE_EQ(batch_multiplier(policy, 512), std::sqrt(2.0));
+  EXPECT_THROW(batch_multiplier(policy, 0), Error);
+  policy.lr_scaling = "cubic";
+  EXPECT_THROW(batch_multiplier(policy, 1), Error);
+}
+
 TEST(Schedule, BadCallsAreErrors) {
   EXPECT_THROW(schedule_multiplier(policy("stairs", 0, 10), 1), Error);
   EXPECT_THROW(schedule_multiplier(policy("linear", 0, 0), 1), Error);

@@ -163,7 +163,8 @@ TEST_P(Optimizers, LoadAnywhere) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, Optimizers,
-                         ::testing::Values("lion", "lamb", "lars", "adamw_bf16", "adamw_8bit"),
+                         ::testing::Values("adafactor", "lion", "lamb", "lars", "adamw_bf16",
+                                           "adamw_8bit"),
                          [](const auto& info) { return info.param; });
 
 // Blocks are runs of memory.

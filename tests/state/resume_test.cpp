@@ -62,8 +62,8 @@ INSTANTIATE_TEST_SUITE_P(
     Grid, Resume,
     ::testing::Values(Case{"fp32", "adamw"}, Case{"fp32", "adam"}, Case{"fp32", "sgd"},
                       Case{"bf16", "adamw"}, Case{"bf16m", "adamw"}, Case{"bf16m", "sgd"},
-                      Case{"bf16m", "lion"}, Case{"bf16m", "lamb"}, Case{"fp32", "lars"},
-                      Case{"fp32", "adamw_bf16"}, Case{"bf16m", "adamw_8bit"},
+                      Case{"bf16m", "lion"}, Case{"bf16m", "lamb"}, Case{"bf16m", "adafactor"},
+                      Case{"fp32", "lars"}, Case{"fp32", "adamw_bf16"}, Case{"bf16m", "adamw_8bit"},
                       Case{"fp16", "adamw"}, Case{"fp16m", "adamw"}),
     [](const auto& info) { return info.param.precision + "_" + info.param.optimizer; });
 

@@ -59,13 +59,12 @@ TEST_P(Optimizers, StagesOfOneOrderOfReductionAreTheSameBits) {
   EXPECT_NE(test::first_difference(test::train(run).masters[0], last[0].second.masters[0]), "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Grid, Optimizers,
-                         ::testing::Combine(::testing::Values("lion", "lamb", "lars", "adamw_bf16",
-                                                              "adam_bf16", "adamw_8bit"),
-                                            ::testing::Values(1, 2, 3)),
-                         [](const auto& info) {
-                           return join(std::get<0>(info.param), "_w", std::get<1>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Grid, Optimizers,
+    ::testing::Combine(::testing::Values("adafactor", "lion", "lamb", "lars", "adamw_bf16",
+                                         "adam_bf16", "adamw_8bit"),
+                       ::testing::Values(1, 2, 3)),
+    [](const auto& info) { return join(std::get<0>(info.param), "_w", std::get<1>(info.param)); });
 
 // Parameters that several ranks hold pieces of: rows of 256 elements, one of them by columns.
 struct WideModel {
@@ -163,7 +162,7 @@ TEST(MomentsInFewerBits, TrainAsFp32OnesDo) {
 }
 
 TEST(WholeParameters, StatesThatMustStayOnTheDeviceAreNotOffloaded) {
-  for (const char* name : {"lamb", "lars"}) {
+  for (const char* name : {"adafactor", "lamb", "lars"}) {
     auto config = config_of(name, 0);
     config.offload.optimizer = config::Offload::host;
     const auto message = testing::message_of([&] { config.validate(); });
