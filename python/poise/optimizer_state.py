@@ -44,6 +44,11 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """optimizer.state becomes the engine's moments and number of updates; all ranks."""
     held, kind = optimizer.state, kind_of(optimizer)
     parameters = _trained_by(optimizer)
+    if held and kind == "adafactor":
+        raise Error(
+            "[loop] Adafactor has state already, which the engine keeps in another form; begin with a "
+            "fresh one"
+        )
     with_state = [parameter for parameter in parameters if held.get(parameter)]
     steps = _steps(held[parameter].get("step", math.nan) for parameter in with_state)
     for parameter in with_state:

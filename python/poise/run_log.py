@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from poise import callbacks, ranks
+from poise import callbacks, noise, ranks
 from poise._C import Group, StepResult
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.progress import Progress, line_of
@@ -93,6 +93,7 @@ class RunLog:
         self._tokens = self._line_tokens = 0.0
         self._loss_sum, self._loss_count = 0.0, 0
         self._peak_bytes = self._skipped = 0
+        self._noise_scale = self._update_tokens = 0.0  # of the last update
         self._epoch = self._epoch_first = 0  # the present one, and the updates before it
         self.utilization, self._capacity = utilization, capacity
         self.earlier = earlier
@@ -197,6 +198,8 @@ class RunLog:
     def end(self) -> dict[str, float]:
         """The run's last line, as transformers logs it before on_train_end; the metrics of train()."""
         metrics = self.summary()
+        if self._noise_scale > 0 and self._update_tokens > 0:
+            self.note(noise.advice(self._noise_scale, self._update_tokens))
         self.state.total_flos = metrics["total_flos"]
         self.write(metrics)
         return metrics
@@ -280,6 +283,7 @@ class RunLog:
         self._tokens += result.tokens
         self.state.num_input_tokens_seen = int(self._tokens)
         self._line_tokens += result.tokens
+        self._noise_scale, self._update_tokens = result.noise_scale, result.tokens
         self._skipped = result.skipped - self.earlier[1]
         self._peak_bytes = max(self._peak_bytes, result.peak_bytes)
         if math.isfinite(result.loss):
@@ -324,6 +328,8 @@ class RunLog:
         }
         if mfu is not None:
             line["mfu"] = mfu
+        if self._args.noise_scale:
+            line["noise_scale"] = result.noise_scale
         if self._told:
             line["spikes"], self._told = self._told, []
         if self._args.fp16:

@@ -199,6 +199,8 @@ class RunReport:
             "status": str(result.status),
             "skipped": result.skipped,
         }
+        if self._settings["engine"]["noise_scale"]:
+            line["noise_scale"] = result.noise_scale
         if self._settings["precision"]["dtype"] == "fp16":
             line["loss_scale"] = result.loss_scale
         if result.first_bad_parameter:

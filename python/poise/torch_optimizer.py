@@ -91,7 +91,7 @@ class HandedOver:
             [(float(group["lr"]), float(group["weight_decay"])) for group in groups],
             beta1=float(beta1),
             beta2=float(beta2),
-            eps=float(first.get("eps", 1e-8)),
+            eps=1e-8 if self._kind == "adafactor" else float(first.get("eps", 1e-8)),
             momentum=float(first.get("momentum", 0.0)),
         )
 

@@ -13,13 +13,17 @@ from poise._C import Error
 
 _REFUSED = ("amsgrad", "maximize", "differentiable")  # in a group; all False by default
 _FIXED = (
+    "clip_threshold",
+    "decay_rate",
+    "scale_parameter",
     "decoupled_weight_decay",
     "nesterov",
     "min_coeff",
     "max_coeff",
     "trust_coefficient",
 )  # for as long as an engine lives
-_SHARED = ("betas", "eps", "momentum", "dampening", *_FIXED)
+_ADAFACTOR = ("beta1", "relative_step", "warmup_init")  # of transformers; none of them here
+_SHARED = ("betas", "eps", "momentum", "dampening", *_FIXED, *_ADAFACTOR)
 _NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 _KINDS = {  # by class; AdamW and Adam by their group's option, too
     torch.optim.AdamW: "adamw",
@@ -39,10 +43,12 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
                 return kind
             decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", kind == "adamw")
             return "adamw" if decoupled else "adam"
+    if _is_adafactor(optimizer):
+        return "adafactor"
     raise Error(
         f"[loop] the optimizer is {type(optimizer).__name__}; poise has kernels for torch.optim.AdamW, "
-        "Adam and SGD, and for those of poise.optimizers: use one of these, or keep this loop in "
-        "plain torch"
+        "Adam and SGD, for transformers' Adafactor, and for those of poise.optimizers: use one of "
+        "these, or keep this loop in plain torch"
     )
 
 
@@ -56,6 +62,14 @@ def to_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     settings |= {"weight_decay": float(first["weight_decay"]), "decay_rule": "all"}
     if kind == "sgd":
         return settings | {"momentum": first["momentum"], "nesterov": first["nesterov"]}
+    if kind == "adafactor":
+        return settings | {
+            "eps_square": float(first["eps"][0]),
+            "eps_scale": float(first["eps"][1]),
+            "clip_threshold": float(first["clip_threshold"]),
+            "decay_rate": float(first["decay_rate"]),
+            "scale_parameter": bool(first["scale_parameter"]),
+        }
     if kind == "lars":
         names = ("momentum", "trust_coefficient")
         return settings | {name: float(first[name]) for name in names}
@@ -71,6 +85,12 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raises Error on an option that the engine would not follow, and on one that is no number."""
     first = optimizer.param_groups[0]
     for group in optimizer.param_groups:
+        steps = [name for name in _ADAFACTOR if group.get(name)]
+        if steps:
+            raise Error(
+                f"[loop] Adafactor has {steps[0]}={group[steps[0]]}; poise's is without momentum and "
+                "relative steps: give it lr, relative_step=False and a scheduler"
+            )
         on = [name for name in _REFUSED if group.get(name)]
         if on:
             raise Error(
@@ -113,6 +133,12 @@ def check_unchanged(optimizer: torch.optim.Optimizer, made_for: dict[str, Any]) 
                 f"[loop] the optimizer has {name}={now.get(name)} now, and had {name}={value} when "
                 "the engine was made; set it back, or make the engine anew with the option set"
             )
+
+
+def _is_adafactor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is transformers' class, which need not be installed."""
+    kind = type(optimizer)
+    return kind.__name__ == "Adafactor" and kind.__module__.startswith("transformers.")
 
 
 def _plain(value: Any) -> Any:

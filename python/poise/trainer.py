@@ -93,7 +93,8 @@ class Trainer(TrainerHooks):
       callbacks: objects with methods of poise.callbacks.TrainerCallback, transformers' too, or
         classes of them; a thing with log(dict, step=), as wandb's run, gets every line.
       processing_class: a tokenizer or processor, which pads batches; tokenizer is its old name.
-      optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, whose work the engine does, and
+      optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, one of poise.optimizers, or
+        transformers' Adafactor, whose work the engine does, and
         what steps with its updates. (None, None): as args say.
       units: as in poise.Engine.
       shift_labels: as in poise.model_call.ModelCall.

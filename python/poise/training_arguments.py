@@ -60,6 +60,8 @@ class _Arguments:
     adam_epsilon: float = 1e-8
     optimizer_moments: str | None = None  # fp32, bf16, 8bit; None: fp32, or what optim says
     max_grad_norm: float = 1.0  # 0: no clipping
+    learning_rate_scaling: str = "none"  # linear, sqrt: by the batch over learning_rate_batch_size
+    learning_rate_batch_size: int = 0  # samples of an update that learning_rate is for
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
     warmup_steps: int | float = 0  # updates; in (0, 1): the part of the run
@@ -97,6 +99,7 @@ class _Arguments:
     ddp_timeout: float = 1800  # seconds that a rank waits for the others
 
     # Log and evaluation.
+    noise_scale: bool = False  # measured and logged, with advice on the batch at the end
     logging_steps: int | float = 500  # updates; in (0, 1): the part of the run
     logging_strategy: str = "steps"  # epoch, no
     logging_first_step: bool = False
@@ -271,12 +274,15 @@ class TrainingArguments(_Arguments):
             "precision": {"dtype": "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"},
             "optimizer": {
                 "type": OPTIMIZERS[self.optim],
+                "momentum": 0.9 if self.optim == "lars" else 0.0,
                 "lr": self.learning_rate,
                 "beta1": self.adam_beta1,
                 "beta2": self.adam_beta2,
                 "eps": self.adam_epsilon,
                 "weight_decay": self.weight_decay,
                 "moments": self.engine_moments,
+                "lr_scaling": self.learning_rate_scaling,
+                "lr_batch_size": self.learning_rate_batch_size,
                 "max_grad_norm": self.max_grad_norm,
             },
             "schedule": schedule_arguments.to_schedule(self, total_updates),
@@ -294,7 +300,11 @@ class TrainingArguments(_Arguments):
                 "directory": self.offload_directory or "",
             },
             "comm": {"timeout_seconds": self.ddp_timeout},
-            "engine": {"on_nonfinite": self.on_nonfinite, "seed": self.seed},
+            "engine": {
+                "on_nonfinite": self.on_nonfinite,
+                "seed": self.seed,
+                "noise_scale": self.noise_scale,
+            },
             "state": {"asynchronous": self.save_asynchronous},
         }
 

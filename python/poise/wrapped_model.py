@@ -52,7 +52,6 @@ class WrappedModel:
         self._counts = ModelCall(engine.model)
         self._forward_count: Count = None
         self._syncs = True
-        self._accumulation = settings_of(engine.config)["batch"]["accumulation"] or 1
         self._widens = settings_of(engine.config)["precision"]["dtype"] != "fp32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +124,7 @@ class WrappedModel:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
+        return self.engine.accumulation
 
     @contextlib.contextmanager
     def accumulate(self, *_: Any) -> Iterator[None]:
@@ -191,7 +190,7 @@ class WrappedModel:
 
     def _closes(self, more: int = 0) -> bool:
         """Whether the window is full, or the data at its end: also after so many more calls."""
-        if self.engine.micro_batches + more >= self._accumulation:
+        if self.engine.micro_batches + more >= self.engine.accumulation:
             return True
         loader = self.loader
         if loader is None or not loader.at_end:

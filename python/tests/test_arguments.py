@@ -67,6 +67,10 @@ DEFAULTS = {
     "ddp_timeout": 1800,
 }
 OURS = {
+    "learning_rate_batch_size",
+    "learning_rate_scaling",
+    "noise_scale",
+    "optimizer_moments",
     "global_batch_size",
     "memory_budget",
     "on_misfit",

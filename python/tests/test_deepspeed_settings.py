@@ -204,6 +204,7 @@ SAMPLES = {  # of mapped keys: a value, and what poise's settings then say
     "train_micro_batch_size_per_gpu": (3, ("batch", "micro_batch_size", 3)),
     "gradient_accumulation_steps": (5, ("batch", "accumulation", 5)),
     "gradient_clipping": (0.7, ("optimizer", "max_grad_norm", 0.7)),
+    "bf16.bf16_optimizer_states": (True, ("optimizer", "moments", "bf16")),
     "communication_data_type": ("bfloat16", ("zero", "gradient_dtype", "bf16")),
     "fp16.enabled": (True, ("precision", "parameters", "fp16")),
     "fp16.loss_scale": (128, ("precision", "loss_scale", 128)),
@@ -246,7 +247,7 @@ def test_every_mapped_key_reaches_the_setting_that_the_table_names():
         value, (section, name, expected) = SAMPLES[key.path]
         given = nested(key.path, value)
         top = key.path.split(".")[0]
-        if top in ("fp16", "torch_autocast"):
+        if top in ("bf16", "fp16", "torch_autocast"):
             given[top].setdefault("enabled", True)
         if key.to in ("offload.directory", "offload.block_bytes", "offload.queue_depth"):
             what = "offload_param" if "param" in key.path else "offload_optimizer"

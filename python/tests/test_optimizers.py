@@ -37,7 +37,7 @@ def windows(dataset, size):
 
 def furthest(model, reference):
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    return max(float((a - b.double()).detach().abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -98,6 +98,41 @@ def test_names_of_transformers(name, type_, tmp_path):
     assert (section["type"], section["beta2"]) == (type_, 0.95)
 
 
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "lamb", "lars", "lion_32bit"])
+def test_a_trainer_learns_by_it_and_goes_on_to_the_bit(name, tmp_path):
+    data = [{"x": x, "y": y} for x, y in rows(64)]
+
+    class Model(WithLoss):
+        def forward(self, x, y):
+            return {"loss": super().forward(x, y)}
+
+    def trained(folder, updates, **more):
+        torch.manual_seed(0)
+        rate = 1.0 if name == "lars" else 1e-2
+        args = poise.TrainingArguments(
+            str(tmp_path / folder),
+            optim=name,
+            learning_rate=rate,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=8,
+            max_steps=updates,
+            save_steps=4,
+            logging_steps=1,
+            label_names=["y"],
+            **more,
+        )
+        trainer = poise.Trainer(model=Model(), args=args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=more.get("resume_from_checkpoint"))
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        return losses, [p.detach().clone() for p in trainer.model.parameters()]
+
+    losses, whole = trained("whole", 24)
+    assert sum(losses[16:]) < 0.95 * sum(losses[:8])
+    trained("part", 8)
+    _, resumed = trained("part", 24, resume_from_checkpoint=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
 @pytest.mark.parametrize("name", ["Lion", "FusedLion"])
 def test_names_of_deepspeed(name):
     params = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}
@@ -145,8 +180,32 @@ def test_adafactor_is_transformers_own(scaled):
     engine = poise.Engine(model, settings)
     for x, y in windows(data, 8):
         pieces = [(x[:4], y[:4]), (x[4:], y[4:])]
-        engine.step(pieces, lambda piece: torch.nn.functional.cross_entropy(model(piece[0]), piece[1]))
+        engine.step(
+            pieces, lambda piece: torch.nn.functional.cross_entropy(model(piece[0]), piece[1])
+        )
     assert furthest(model, reference) < 2e-6
+
+
+def test_adafactor_of_transformers_is_taken_over():
+    transformers = pytest.importorskip("transformers")
+    data = rows(48)
+
+    def make(model, **more):
+        options = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, **more}
+        return transformers.Adafactor(groups_of_one_rate(model), **options)
+
+    reference, model = network(dtype=torch.float64), network()
+    plain(reference, make(reference, clip_threshold=0.5), windows(data, 8))
+    wrapped(model, make(model, clip_threshold=0.5), None, DataLoader(data, 4), accumulation=2)
+    assert furthest(model, reference) < 2e-6
+    for option in ({"lr": None, "relative_step": True}, {"beta1": 0.9}):
+        with pytest.raises(poise.Error, match="without momentum and relative steps"):
+            poise.wrap(network(), make(network(), **option))
+    used = network()
+    optimizer = make(used)
+    plain(used, optimizer, windows(data, 8)[:1])
+    with pytest.raises(poise.Error, match="begin with a fresh one"):
+        poise.wrap(used, optimizer)
 
 
 def groups_of_one_rate(model):

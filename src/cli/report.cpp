@@ -124,6 +124,7 @@ void Report::write_update(const StepResult& result) {
   out["loss"] = plain(logged_loss_ / static_cast<double>(logged_updates_));
   out["grad_norm"] = plain(result.grad_norm);
   out["learning_rate"] = result.lr;
+  if (config_.engine.noise_scale) out["noise_scale"] = plain(result.noise_scale);
   out["tokens_per_second"] = logged_tokens_ / std::max(logged_seconds_, 1e-9);
   out["tokens"] = tokens_;
   out["peak_bytes"] = peak_bytes_;

@@ -199,6 +199,7 @@ void Engine::Impl::take(const state::Saved& saved, const state::LoadOptions& opt
     scaler.load({progress.loss_scale, progress.clean_updates, progress.overflows_in_row});
     loss_weights.resume(static_cast<int>(*progress.loss_weight_exponent));
   }
+  if (progress.noise) noise.load({progress.noise->variance, progress.noise->signal});
   take_random_states(saved);
 }
 

@@ -39,6 +39,17 @@ void NoiseScale::add(const std::vector<Small>& small, bool joined, double big_sq
   measured_ = true;
 }
 
+std::optional<NoiseScale::State> NoiseScale::state() const {
+  if (!measured_) return std::nullopt;
+  return State{variance_, signal_};
+}
+
+void NoiseScale::load(const State& saved) {
+  variance_ = saved.variance;
+  signal_ = saved.signal;
+  measured_ = true;
+}
+
 double NoiseScale::value() const {
   if (!measured_) return 0;
   if (variance_ <= 0) return 0;

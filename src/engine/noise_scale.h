@@ -3,6 +3,7 @@
 // arXiv:1812.06162, appendix A.1.)
 #pragma once
 
+#include <optional>
 #include <vector>
 
 namespace poise::engine {
@@ -22,6 +23,13 @@ class NoiseScale {
   // tr(Sigma) / |G|^2 over the windows so far, recent ones most, in counted tokens; infinite where
   // the gradient cannot be told from the noise; 0 before anything was measured.
   double value() const;
+
+  // What a save keeps; nullopt before anything was measured.
+  struct State {
+    double variance = 0, signal = 0;
+  };
+  std::optional<State> state() const;
+  void load(const State& saved);
 
  private:
   double variance_ = 0;  // moving averages: of the trace of the covariance over tokens,

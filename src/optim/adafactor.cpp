@@ -78,7 +78,7 @@ std::vector<Moment> Adafactor::moments() const {
   return {factors};
 }
 
-Adafactor::Factors Adafactor::factors(const Span& span, std::int64_t update) const {
+Adafactor::Factors Adafactor::factors(const Span& span, std::int64_t update, Of of) const {
   const auto begins = begins_of(span);
   POISE_CHECK(span.moments[0].numel() == begins.back() && span.sums.at(0).numel() == begins.back());
   Factors made{at::empty({begins.back()}, at::kFloat), at::empty({begins.back()}, at::kFloat)};
@@ -95,7 +95,10 @@ Adafactor::Factors Adafactor::factors(const Span& span, std::int64_t update) con
       factors[i] = static_cast<float>(1 / std::sqrt(static_cast<double>(moments[i])));
     }
   };
+  std::vector<bool> wanted(span.parameters.size(), of == Of::all);
+  for (const Segment& s : span.segments) wanted[static_cast<std::size_t>(s.index)] = true;
   for (std::size_t p = 0; p < span.parameters.size(); ++p) {
+    if (!wanted[p]) continue;
     const auto& sizes = span.parameters[p].sizes;
     const auto numel = numel_of(span.parameters[p]);
     if (sizes.size() < 2 || numel == 0) {
@@ -132,7 +135,7 @@ at::Tensor Adafactor::sums(int round, const Span& span, const std::vector<GroupS
                          out.data_ptr<double>());
     return out;
   }
-  const auto made = factors(span, update);
+  const auto made = factors(span, update, Of::pieces);
   return squares_of(span, {[&](double* out) {
                              kernels::factored_squares(launch, arrays_of(span, made.factors),
                                                        segments.data(), count, factor, out);
@@ -144,7 +147,7 @@ void Adafactor::apply(Span& span, const std::vector<GroupSettings>& groups, std:
                       double factor) const {
   check_span(span, groups, moments());
   const c10::DeviceGuard guard(span.master.device());
-  const auto made = factors(span, update);
+  const auto made = factors(span, update, Of::all);
   const auto steps = norms_of(span.sums.at(1), 0, 2), weights = norms_of(span.sums.at(1), 1, 2);
   auto segments = segments_of(span);
   for (std::size_t s = 0; s < segments.size(); ++s) {

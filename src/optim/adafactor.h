@@ -25,7 +25,9 @@ class Adafactor : public Optimizer {
     at::Tensor moments;  // after this update, fp32, CPU
     at::Tensor factors;  // what rows and columns multiply the gradient by; on the span's device
   };
-  Factors factors(const Span& span, std::int64_t update) const;
+  // Of all parameters, or of those alone that have a piece in the span.
+  enum class Of { all, pieces };
+  Factors factors(const Span& span, std::int64_t update, Of of) const;
 
   double clip_threshold_, decay_rate_;
   double eps_square_;  // added to squares of gradients

@@ -70,6 +70,8 @@ Json to_json(const Manifest& m) {
         {"clean_updates", p.clean_updates},
         {"overflows_in_row", p.overflows_in_row}}},
       {"loss_weight_exponent", or_null(p.loss_weight_exponent)},
+      {"noise", p.noise ? Json{{"variance", p.noise->variance}, {"signal", p.noise->signal}}
+                        : Json(nullptr)},
       {"cursor", or_null(m.cursor)},
       {"user", m.user},
       {"table_hash", hex(m.table_hash)},
@@ -304,6 +306,10 @@ Manifest manifest_from(const std::string& text, const std::string& path) {
   m.progress.overflows_in_row = scaler.count("overflows_in_row");
   if (reader.has("loss_weight_exponent")) {
     m.progress.loss_weight_exponent = reader.whole("loss_weight_exponent");
+  }
+  if (reader.knows("noise") && reader.has("noise")) {
+    const Reader noise(reader.at("noise"), path);
+    m.progress.noise = {noise.number("variance"), noise.number("signal")};
   }
   if (reader.has("cursor")) m.cursor = reader.count("cursor");
   if (!reader.at("user").is_object() && !reader.at("user").is_null()) reader.refuse("user");

@@ -47,6 +47,10 @@ struct Progress {
   double loss_scale = 1;
   std::int64_t clean_updates = 0;  // since the loss scale changed
   std::int64_t overflows_in_row = 0;
+  struct Noise {
+    double variance = 0, signal = 0;
+  };
+  std::optional<Noise> noise;  // averages of engine.noise_scale, where it was measured
   std::optional<std::int64_t> loss_weight_exponent;  // fp16: q of the run's first micro-batch
 };
 

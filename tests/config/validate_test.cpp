@@ -104,7 +104,7 @@ TEST(Validate, RulesBetweenSettings) {
        "optimizer.moments is given but is only for optimizer.type adamw and adam"},
       {[](Config& c) {
          c.optimizer.type = "adafactor";
-         c.offload.parameters = Offload::host;
+         c.offload.parameters = config::Offload::host;
        },
        "leave offload.parameters out, or use adamw, adam, lion or sgd"},
       {[](Config& c) { c.optimizer.lr_scaling = "sqrt"; }, "say for how many samples"},
@@ -188,8 +188,8 @@ TEST(Validate, ConfigsFilledByHandMeetTheLimits) {
   }
   EXPECT_THAT(message_of([](Config& c) { c.optimizer.lr = std::nan(""); }),
               HasSubstr("optimizer.lr is nan"));
-  EXPECT_THAT(message_of([](Config& c) { c.optimizer.type = "lion"; }),
-              HasSubstr("optimizer.type is \"lion\""));
+  EXPECT_THAT(message_of([](Config& c) { c.optimizer.type = "lyon"; }),
+              HasSubstr("optimizer.type is \"lyon\""));
   EXPECT_THAT(message_of([](Config& c) { c.precision.dtype = static_cast<config::DType>(9); }),
               HasSubstr("precision.dtype is"));
   EXPECT_THAT(message_of([](Config& c) { c.memory.budget_bytes = -1; }),
@@ -199,22 +199,22 @@ TEST(Validate, ConfigsFilledByHandMeetTheLimits) {
 }
 
 TEST(Accumulation, GrowsAlongARamp) {
-  BatchPolicy batch;
+  config::BatchPolicy batch;
   batch.accumulation = 10;
-  EXPECT_EQ(accumulation_at(batch, 1, 0), 10);
+  EXPECT_EQ(config::accumulation_at(batch, 1, 0), 10);
   batch.ramp_from = 2;
   batch.ramp_updates = 4;
   const std::int64_t want[] = {2, 4, 6, 8, 10, 10};
   for (std::int64_t applied = 0; applied < 6; ++applied) {
-    EXPECT_EQ(accumulation_at(batch, 3, applied), want[applied]) << applied;
+    EXPECT_EQ(config::accumulation_at(batch, 3, applied), want[applied]) << applied;
   }
   batch.ramp_updates = 3;
-  EXPECT_EQ(accumulation_at(batch, 1, 1), 4);  // 2 + 8 / 3, in whole micro-batches
+  EXPECT_EQ(config::accumulation_at(batch, 1, 1), 4);  // 2 + 8 / 3, in whole micro-batches
   batch.accumulation = 0;
   batch.global_batch_size = 24;
-  EXPECT_EQ(accumulation_at(batch, 4, 3), 6);
+  EXPECT_EQ(config::accumulation_at(batch, 4, 3), 6);
   batch.ramp_from = 7;
-  EXPECT_THROW(accumulation_at(batch, 4, 0), Error);
+  EXPECT_THROW(config::accumulation_at(batch, 4, 0), Error);
 }
 
 TEST(Accumulation, IsGlobalOverMicroAndRanks) {

@@ -1,6 +1,6 @@
 // Adafactor over one flat of parameters of all kinds of shapes, against its formula in float64 on
 // tensors of torch: at most twice the error that the same formula has in fp32.
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ struct Formula {
           at::ScalarType dtype)
       : policy(given) {
     for (const auto& tensor : start) {
-      values.push_back(tensor.to(dtype));
+      values.push_back(tensor.to(dtype, false, true));
       const bool factored = tensor.dim() >= 2 && tensor.numel() > 0;
       rows.push_back(at::zeros_like(factored ? values.back().sum(-1) : values.back()));
       columns.push_back(factored ? at::zeros_like(values.back().sum(-2)) : Tensor());

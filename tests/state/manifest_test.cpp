@@ -25,7 +25,7 @@ Manifest some() {
   m.optimizer = "adamw";
   m.moments.resize(2);
   m.learning_rate = 0.1;
-  m.progress = {120, 3, 65536.5, 7, 1, -2};
+  m.progress = {120, 3, 65536.5, 7, 1, {{0.1, 1e-300}}, -2};
   m.cursor = std::int64_t{1} << 40;
   m.user = {{"who", "\xC3\xA9"}, {"", "x"}};
   m.parameters = {{"w", {"tied"}, {2, 3}, {1, 0}, "F32", true}, {"e", {}, {0}, {0}, "BF16", false}};
@@ -40,6 +40,8 @@ TEST(Manifest, ComesBack) {
   EXPECT_EQ(to_text(got), to_text(want));
   EXPECT_EQ(got.progress.loss_scale, 65536.5);
   EXPECT_EQ(got.progress.loss_weight_exponent, -2);
+  EXPECT_EQ(got.progress.noise->variance, 0.1);
+  EXPECT_EQ(got.progress.noise->signal, 1e-300);
   EXPECT_EQ(got.cursor, std::int64_t{1} << 40);
   EXPECT_EQ(got.user, want.user);
   EXPECT_EQ(got.parameters[0].order, (std::vector<std::int64_t>{1, 0}));

@@ -190,6 +190,8 @@ def _precision(values: dict[str, Any], settings: Settings) -> None:
         if precision.get("loss_scale") == 0:
             del precision["loss_scale"]
     settings.engine["precision"] = precision
+    if on[0] == "bf16" and values.get("bf16.bf16_optimizer_states"):
+        settings.engine.setdefault("optimizer", {})["moments"] = "bf16"
 
 
 def _zero(values: dict[str, Any], settings: Settings) -> None:

@@ -71,9 +71,9 @@ class DeepSpeedEngine(WrappedModel):
         """
         if retain_graph:
             raise Error("[deepspeed] backward(retain_graph=True): a micro-batch has one backward")
-        if not scale_wrt_gas and self._accumulation > 1:
+        if not scale_wrt_gas and self.engine.accumulation > 1:
             raise Error(
-                f"[deepspeed] backward(scale_wrt_gas=False) with {self._accumulation} micro-batches: "
+                f"[deepspeed] backward(scale_wrt_gas=False) with {self.engine.accumulation} micro-batches: "
                 "the mean over the window is poise's to make; give the micro-batch's own mean"
             )
         super().backward(loss, tokens)
@@ -94,7 +94,7 @@ class DeepSpeedEngine(WrappedModel):
         if self._before_backward and not last:
             raise Error(
                 "[deepspeed] step() without a backward() since the last step(); the window holds "
-                f"{self.engine.micro_batches} of {self._accumulation} micro-batches: leave step() out "
+                f"{self.engine.micro_batches} of {self.engine.accumulation} micro-batches: leave step() out "
                 "for a micro-batch that failed, or close the window with step(last=True)"
             )
         self._syncs = last or self.is_gradient_accumulation_boundary()
@@ -173,16 +173,20 @@ class DeepSpeedEngine(WrappedModel):
 
     def train_batch_size(self) -> int:
         """Samples of an update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._accumulation * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self.engine.accumulation * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro_batch or 1
 
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
+        return self.engine.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        return (self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._accumulation)
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.engine.accumulation,
+        )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another accumulation from the next window on; the micro-batch stays."""
@@ -194,7 +198,6 @@ class DeepSpeedEngine(WrappedModel):
                 f"of {part}"
             )
         self.engine.set_accumulation(train_batch_size // part)
-        self._accumulation = train_batch_size // part
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """What the next micro-batches hold; the loader is yours to change."""
