@@ -73,8 +73,8 @@ void Engine::Impl::add_factors(std::vector<state::Piece>& pieces,
 }
 
 void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
-  // Elements of a flat that the span, or `values`, begins with, one for a block of them -> this rank's
-  // part of each entry.
+  // Elements of a flat that the span, or `values`, begins with, one for a block of them -> this
+  // rank's part of each entry.
   enum class Changes { by_anyone, by_engine };
   const auto add = [&](const std::string& kind, int flat, const offload::SpanPtr& span,
                        at::Tensor values, std::int64_t first, Changes changes,
