@@ -79,7 +79,7 @@ class Engine:
         self.group, self._ranks = ranks.all, ranks
         if fill is not None:
             fill.group = self.group
-        if model_view.is_compiled(model) and self._shards_parameters():
+        if model_view.is_compiled(model) and self.shards_parameters():
             raise Error(
                 "[engine] the model was compiled before the engine: at zero.stage 3 and with "
                 "offload.parameters its blocks are "
@@ -99,6 +99,7 @@ class Engine:
             fill,
         )
         self._trained = [(n, p, p.requires_grad) for n, p in model_view.named_parameters(model)]
+        self._made_trained = {name for name, _, trained in self._trained if trained}
         self._whole = 0  # scopes of gathered() that are open
         undo = self._undo = contextlib.ExitStack()
         self._blocks = blocks
@@ -266,7 +267,7 @@ class Engine:
         Needed where parameters are sharded (zero.stage 3) and the model outlives the engine: what is
         left of it otherwise are shards that go with the engine.
         """
-        if self._shards_parameters():
+        if self.shards_parameters():
             with self.gathered():
                 values = [(p, p.detach().clone()) for p in self.model.parameters()]
             for parameter, value in values:
@@ -451,9 +452,21 @@ class Engine:
                     "poise.initialize make one too)"
                 )
 
+    def expect_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Those that were trained when the engine was made and are frozen for now: whoever says it sees to
+        it that an update leaves them alone."""
+        frozen = {id(parameter) for parameter in parameters}
+        self._trained = [
+            (name, p, name in self._made_trained and id(p) not in frozen)
+            for name, p, _ in self._trained
+        ]
+
     def trains_as_made(self) -> bool:
         """Whether requires_grad of every parameter is what it was when the engine was made."""
-        return all(parameter.requires_grad == trained for _, parameter, trained in self._trained)
+        made = self._made_trained
+        return all(
+            parameter.requires_grad == (name in made) for name, parameter, _ in self._trained
+        )
 
     def _call_model(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -462,7 +475,7 @@ class Engine:
             return self.model(*batch)
         return self.model(batch)
 
-    def _shards_parameters(self) -> bool:
+    def shards_parameters(self) -> bool:
         """Or they are offloaded: blocks run as units either way."""
         settings = settings_of(self.config)
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
@@ -480,7 +493,7 @@ class Engine:
 
     def _shard(self, undo: contextlib.ExitStack) -> None:
         """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""
-        if not self._shards_parameters():
+        if not self.shards_parameters():
             return
         known = set(self.units)
         modules = [

@@ -16,13 +16,10 @@ from poise import (
     callbacks,
     columns,
     engine_view,
-    eval_share,
-    evaluation,
     hand_update,
     meta,
     model_choice,
     model_view,
-    prediction,
     ranks,
     torch_optimizer,
     trackers,
@@ -40,11 +37,12 @@ from poise.config import settings_of
 from poise.data import WindowIterator
 from poise.deepspeed import of_trainer
 from poise.engine import Engine
+from poise.freezing import Freezing
 from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.model_call import ModelCall
-from poise.prediction import EvalPrediction, PredictionOutput
+from poise.prediction import EvalPrediction
 from poise.profiling import Profiling
 from poise.progress import Progress
 from poise.run_length import RunLength
@@ -52,7 +50,7 @@ from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.seeding import seed_everything
 from poise.signals import Signals, saves_noted
-from poise.trainer_hooks import TrainerHooks
+from poise.trainer_evaluation import TrainerEvaluation
 from poise.trainer_optimizer import TorchOptimizer
 from poise.trainer_saving import TrainerSaves
 from poise.training_arguments import TrainingArguments
@@ -68,7 +66,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer(TrainerHooks):
+class Trainer(TrainerEvaluation):
     """Trains a model; names as in transformers' Trainer, whose scripts and subclasses it takes.
 
     Where torchrun, Slurm or mpirun started several ranks, all of them make the same Trainer and the
@@ -91,7 +89,9 @@ class Trainer(TrainerHooks):
       preprocess_logits_for_metrics: (predictions, labels) of a batch -> what is kept of it for
         compute_metrics and predict(), for example the class instead of all logits.
       callbacks: objects with methods of poise.callbacks.TrainerCallback, transformers' too, or
-        classes of them; a thing with log(dict, step=), as wandb's run, gets every line.
+        classes of them; a thing with log(dict, step=), as wandb's run, gets every line. One may freeze
+        what is trained, and free it again, by requires_grad (poise.freezing); not at zero_stage 3,
+        with parameters offloaded or with an optimizer of torch: there it is an error.
       processing_class: a tokenizer or processor, which pads batches; tokenizer is its old name.
       optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, one of poise.optimizers, or
         transformers' Adafactor, whose work the engine does, and
@@ -137,6 +137,7 @@ class Trainer(TrainerHooks):
         self._best: BestModel | None = None  # of the last train()
         self.engine: Engine | None = None  # of the last train()
         self._ended = False  # it came to its end
+        self._freezing: Freezing | None = None  # where callbacks may freeze parameters
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
@@ -228,90 +229,6 @@ class Trainer(TrainerHooks):
         self._ended = True
         return TrainOutput(log.state.global_step, log.mean_loss(), figures)
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it.
-
-        Args:
-          eval_dataset: None: that of the Trainer. Of a dictionary of datasets each is evaluated, and
-            its name stands in front of its metrics.
-          ignore_keys: outputs of the model that are no predictions.
-        """
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if dataset is None:
-            raise Error(
-                "[trainer] there is no eval_dataset; give one to poise.Trainer or to evaluate()"
-            )
-        if isinstance(dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, one in dataset.items():
-                metrics |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        loader = self._eval_loader("get_eval_dataloader", dataset)
-        if self.compute_metrics is not None and not self.args.prediction_loss_only:
-            return self._predict(loader, metric_key_prefix, True, ignore_keys).metrics
-        with ranks.told_to_others(self._group):
-            return evaluation.evaluate(
-                self.model,
-                eval_share.share_of(loader, self._group),
-                self._evaluated_loss,
-                self._forward_scope,
-                metric_key_prefix,
-                self._group,
-            )
-
-    def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
-        """What the model returns for a dataset (without its loss), in order, as numpy arrays.
-
-        Samples need no labels; where they have them, metrics hold the loss and what
-        compute_metrics makes of them. Arrays of batches that differ in length are padded with -100.
-        """
-        loader = self._eval_loader("get_test_dataloader", test_dataset)
-        output = self._predict(loader, metric_key_prefix, False, ignore_keys)
-        self._event("on_predict", metrics=output.metrics)
-        return output
-
-    def _predict(
-        self, loader: Any, prefix: str, with_loss: bool, ignore_keys: list[str] | None
-    ) -> PredictionOutput:
-        def call(batch: Any) -> tuple[Loss | None, Any, Any]:
-            answer = self._outputs_of(trainer_data.to_device(batch, self.args.device), with_loss)
-            self._event("on_prediction_step")
-            return answer
-
-        with ranks.told_to_others(self._group):
-            return prediction.predict(
-                self.model,
-                eval_share.share_of(loader, self._group),
-                call,
-                self._forward_scope,
-                prefix,
-                self.preprocess_logits_for_metrics,
-                self.compute_metrics,
-                self._group,
-                tuple(ignore_keys or ()),
-            )
-
-    def _outputs_of(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
-        """(loss, outputs without it, labels) of a batch, as model_call.ModelCall.predict."""
-        if self._overrides("compute_loss"):
-            return self._given_outputs(batch, with_loss)
-        return self._call.predict(batch, with_loss)
-
-    def _eval_loader(self, method: str, dataset: Any) -> Any:
-        if self._overrides(method):
-            return getattr(self, method)(dataset)
-        return trainer_data.eval_batches(dataset, self.args, self._collate())
-
     def _train_data(self) -> Any:
         if self._overrides("get_train_dataloader"):
             return self.get_train_dataloader()
@@ -351,6 +268,8 @@ class Trainer(TrainerHooks):
         """Whether a run of so many updates trains on with the last one's engine."""
         if self.engine is None or not self._ended or self._model_init is not None:
             return False
+        if self._freezing is not None and self._freezing.active:
+            return False
         same = self._made_from == _without_schedule(self.args.to_config(updates))
         return same and self.engine.model is self.model and self.engine.trains_as_made()
 
@@ -372,6 +291,9 @@ class Trainer(TrainerHooks):
             self._made_from = _without_schedule(self.args.to_config(0))
         else:
             self.engine.set_schedule(config, self.engine.updates)
+        self._freezing = None
+        if self._torch is None and Freezing.is_possible(self.engine, config):
+            self._freezing = Freezing(self.engine, config, self.engine.updates)
 
     def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
         """Where somebody gave or makes an optimizer or a scheduler of torch."""
@@ -447,6 +369,8 @@ class Trainer(TrainerHooks):
         profiling.before(update)
         if self._torch is not None:
             self._torch.before_update()
+        if self._freezing is not None:
+            self._freezing.before_update()
 
         counts: list[int] = []
         if self._loss_of is self._call and self._call.has_parts:
@@ -465,6 +389,8 @@ class Trainer(TrainerHooks):
             return False
         if self._torch is not None:
             self._torch.after_update(result)
+        if self._freezing is not None:
+            self._freezing.after_update(result)
         profiling.after(update)
         if update == 1 and self._found is not None:
             for line in trainer_balance.compared(self._found, result):
@@ -511,11 +437,6 @@ class Trainer(TrainerHooks):
     def _whole_loss(self, batch: Any) -> Loss:
         loss = self._loss(batch)
         return whole(loss) if loss.terms else loss
-
-    def _evaluated_loss(self, batch: Any) -> Loss:
-        loss = self._loss(batch)
-        self._event("on_prediction_step")
-        return loss
 
     def _training_step(self, batch: Any) -> torch.Tensor:
         batch = trainer_data.to_device(batch, self.args.device)
