@@ -34,7 +34,9 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
-    is_hyper_param_search: bool = False
+    is_hyper_param_search: bool = False  # there is none, and no trial
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
     logging_steps: int = 500
     eval_steps: int = 500
     save_steps: int = 500

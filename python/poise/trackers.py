@@ -7,7 +7,6 @@ import difflib
 import importlib
 import importlib.util
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -100,7 +99,7 @@ class Wandb(Tracker):
             self.run = self._module.init(
                 project=project or "poise",
                 name=getattr(args, "run_name", None),
-                config=settings_of(args),
+                config=args.to_sanitized_dict(),
             )
 
 
@@ -153,17 +152,6 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
             found[_shown_name(name)] = value
     return found
-
-
-def settings_of(args: Any) -> dict[str, Any]:
-    """What a service keeps of a run's arguments: those that JSON can say."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in vars(args).items()
-        if not name.startswith("_") and isinstance(value, plain)
-        if not (isinstance(value, float) and not math.isfinite(value))
-    }
 
 
 def _flat(line: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -256,6 +257,19 @@ class TrainingArguments(_Arguments):
     def deepspeed_settings(self) -> Any:
         """What the DeepSpeed file says; None: there is none."""
         return self._deepspeed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as trackers keep it of a run; with what transformers' object has besides."""
+        besides = self._origin.to_dict() if hasattr(self._origin, "to_dict") else {}
+        return {**besides, **{name: getattr(self, name) for name in _names()}}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The same; what is no number, text or bool is written out."""
+        plain = (bool, int, float, str)
+        return {k: v if isinstance(v, plain) else str(v) for k, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_config(self, total_updates: int) -> dict[str, Any]:
         """The engine's settings for a run of so many updates."""

@@ -145,6 +145,24 @@ def test_tensorboard_shows_the_lines(tmp_path):
     assert seen["train/accounts/activations"][0][1] > 0
 
 
+@pytest.mark.parametrize("kind", [poise.TrainingArguments, transformers.TrainingArguments])
+def test_a_services_own_callback_of_transformers_works(kind, tmp_path):
+    pytest.importorskip("tensorboard", reason="no tensorboard")
+    args = without_strategy(
+        tmp_path, kind, report_to="none", save_strategy="no", num_train_epochs=2
+    )
+    mine = transformers.integrations.TensorBoardCallback()
+    trainer = poise.Trainer(made("gpt2"), args, train_dataset=causal_rows(16), callbacks=[mine])
+    trainer.train()
+    (folder,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
+    seen = scalars(folder)
+    assert [step for step, _ in seen["train/loss"]] == [1, 2, 3, 4]
+    assert seen["train/train_loss"][0][1] == pytest.approx(
+        trainer.state.log_history[-1]["train_loss"]
+    )
+    assert json.loads(trainer.args.to_json_string())["learning_rate"] == 1e-2
+
+
 def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     pytest.importorskip("tensorboard", reason="no tensorboard")
     options = {"report_to": ["tensorboard"], "save_steps": 2, "per_device_train_batch_size": 1}
