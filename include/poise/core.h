@@ -71,7 +71,7 @@ class POISE_API ParamTable {
   // where there is none.
   int rest_unit() const { return rest_unit_; }
   // The units whose parameters the view lists for this one, itself among them: a tied parameter
-  // lives in the first unit that lists it.
+  // lives in the first unit that lists it, or in the rest where one of its names is in no unit.
   const std::vector<int>& needs(int unit) const { return needs_[static_cast<std::size_t>(unit)]; }
   // Index of the entry with this name or alias; throws Error naming the nearest known one.
   int find(const std::string& name) const;

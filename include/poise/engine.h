@@ -104,10 +104,15 @@ class POISE_API Engine {
   // The three-call form. Forward runs under forward_scope(); backward() accumulates; step() closes
   // the window (an error off the boundary unless Last::yes, which closes a partial window). A
   // forward with gradients switched off is an evaluation and belongs to no window.
+  //
+  // A forward that throws leaves the window as it was, and may be run again; but where ranks gather
+  // parameters for each other (zero.stage 3), it ends the group: they would wait for it.
   class POISE_API ForwardScope {
    public:
     ForwardScope(ForwardScope&&) noexcept;
     ~ForwardScope();
+    // For callers whose exceptions are none of C++: the forward failed, and the scope with it.
+    void fail(const std::string& why) noexcept;
 
    private:
     friend class Engine;

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from poise import _C
+from poise._C import Error
+from poise._tensors import Exchanged, tensors_in
 
 
 class UnitForward:
@@ -25,13 +26,13 @@ class UnitForward:
         self.own = module.__dict__.get("forward")  # None: the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _enter(self.unit, args, kwargs)
+        given = _enter(self.unit, args, kwargs)
         try:
-            outputs = self._forward(*args, **kwargs)
+            outputs = self._forward(*given.args, **given.kwargs)
         except BaseException:
-            _abandon(self.unit)
+            _abandon(self.unit, given)
             raise
-        _leave(self.unit, outputs)
+        _leave(self.unit, given, outputs)
         return outputs
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +44,7 @@ class UnitForward:
         # A copy of the module (copy.deepcopy, torch.save of a whole model) belongs to no engine.
         if self.own is not None:
             return _itself, (self.own,)
-        return types.MethodType, (type(self.module).forward, self.module)
+        return getattr, (self.module, "forward")  # while it is made, it has its class's alone
 
     def remove(self) -> None:
         """Gives the module its own forward back."""
@@ -56,6 +57,27 @@ class UnitForward:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+class Refusal:
+    """A state_dict hook of a sharded model: refuses what would be read, for as long as `refuses` says."""
+
+    def __init__(self, refuses: Callable[[], bool]) -> None:
+        self._refuses = refuses
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._refuses():
+            raise Error(
+                "[engine] state_dict() of a model whose parameters are sharded (zero.stage 3) or "
+                "offloaded; "
+                "use engine.state_dict(), or call it inside engine.gathered(), on all ranks"
+            )
+
+    def __reduce__(self) -> tuple:
+        return _itself, (_allow,)  # a copy of the module is whole
+
+
+def _allow(module: nn.Module, prefix: str, keep_vars: bool) -> None: ...
 
 
 def attach(units: list[tuple[nn.Module, _C.Unit]]) -> list[UnitForward]:
@@ -71,22 +93,19 @@ def attach(units: list[tuple[nn.Module, _C.Unit]]) -> list[UnitForward]:
 
 
 @torch.compiler.disable
-def _enter(unit: _C.Unit, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    leaves, structure = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    entered = unit.enter([leaves[i] for i in places])
-    for i, tensor in zip(places, entered, strict=True):
-        if tensor is not leaves[i]:
-            leaves[i] = tensor
-    return tree_unflatten(leaves, structure)
+def _enter(unit: _C.Unit, args: tuple, kwargs: dict[str, Any]) -> Exchanged:
+    given = Exchanged(args, kwargs)
+    given.exchange(unit.enter(given.tensors))
+    return given
 
 
 @torch.compiler.disable
-def _leave(unit: _C.Unit, outputs: Any) -> None:
-    leaves, _ = tree_flatten(outputs)
-    unit.leave([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+def _leave(unit: _C.Unit, given: Exchanged, outputs: Any) -> None:
+    given.put_back()
+    unit.leave(tensors_in(outputs))
 
 
 @torch.compiler.disable
-def _abandon(unit: _C.Unit) -> None:
+def _abandon(unit: _C.Unit, given: Exchanged) -> None:
+    given.put_back()
     unit.abandon()

@@ -503,17 +503,13 @@ class Engine:
             undo.callback(forward.remove)
         engine = weakref.ref(self)
 
-        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        def refuses() -> bool:
             alive = engine()
-            if alive is not None and not alive._whole:
-                raise Error(
-                    "[engine] state_dict() of a model whose parameters are sharded (zero.stage 3) or "
-                    "offloaded; "
-                    "use engine.state_dict(), or call it inside engine.gathered(), on all ranks"
-                )
+            return alive is not None and not alive._whole
 
+        refusal = _units.Refusal(refuses)
         for module in self.model.modules():
-            undo.callback(module.register_state_dict_pre_hook(refuse).remove)
+            undo.callback(module.register_state_dict_pre_hook(refusal).remove)
 
     def _recompute(self, undo: contextlib.ExitStack) -> None:
         policy = self._checkpointing

@@ -69,9 +69,20 @@ def find_units(model: nn.Module, units: UnitChoice = None) -> list[tuple[str, nn
 
 
 def unit_parameters(model: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> Units:
-    """The parameters of each unit by name; one that several units use is listed by all of them."""
-    names = {id(p): plain_name(name) for name, p in reversed(list(model.named_parameters()))}
-    listed = [(name, [names[id(p)] for p in module.parameters()]) for name, module in units]
+    """The parameters of each unit, by all names that they have inside of it.
+
+    One that several units use is listed by all of them. A name that none lists is a use outside.
+    """
+    owners = [
+        (owner, plain_name(f"{path}.{name}" if path else name))
+        for path, owner in model.named_modules(remove_duplicate=False)
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+    listed = []
+    for unit, module in units:
+        inside = set(module.modules())
+        listed.append((unit, [name for owner, name in owners if owner in inside]))
     return [unit for unit in listed if unit[1]]
 
 

@@ -130,11 +130,16 @@ class ActivationGuard {
   std::vector<std::shared_ptr<void>> scopes_;  // a unit inside another one
 };
 
+std::string text(const py::object& value) { return py::str(value).cast<std::string>(); }
+
 // Python's `with` around ForwardScope.
 class ForwardGuard {
  public:
   explicit ForwardGuard(Engine& engine) : engine_(engine) {}
   void enter() { scope_.emplace(engine_.forward_scope()); }
+  void fail(const std::string& why) {
+    if (scope_) scope_->fail(why);
+  }
   void exit() { scope_.reset(); }
 
  private:
@@ -223,8 +228,12 @@ void bind_engine(py::module_& module) {
 
   py::class_<ForwardGuard>(module, "ForwardScope", "A `with` block that a forward runs in.")
       .def("__enter__", &ForwardGuard::enter, NoGil())
-      .def("__exit__", [](ForwardGuard& guard, const py::args&) {
+      .def("__exit__", [](ForwardGuard& guard, const py::object& type, const py::object& value,
+                          const py::object& /*traceback*/) {
+        std::string why;
+        if (!type.is_none()) why = join(type.attr("__name__").cast<std::string>(), ": ", text(value));
         py::gil_scoped_release release;
+        if (!why.empty()) guard.fail(why);
         guard.exit();
       });
 

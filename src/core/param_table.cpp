@@ -115,7 +115,18 @@ ParamTable::ParamTable(const ModelView& model, std::int64_t small_below) {
   }
   refuse_overlaps(std::move(ranges));
 
-  // Canonical order: the view's units, then the rest; a tied parameter lives in the first unit.
+  // Canonical order: the view's units, then the rest; a tied parameter lives in the first unit, or
+  // in the rest where it has a name that no unit lists: it is used outside of them, too.
+  const auto rest = static_cast<int>(model.units.size());
+  std::set<std::string> listed;
+  for (const auto& unit : model.units) {
+    listed.insert(unit.parameters.begin(), unit.parameters.end());
+  }
+  const auto used_outside = [&](const Entry& entry) {
+    return listed.count(entry.name) == 0 ||
+           std::any_of(entry.aliases.begin(), entry.aliases.end(),
+                       [&](const std::string& alias) { return listed.count(alias) == 0; });
+  };
   std::vector<int> order;
   const auto place = [&](int index, int unit) {
     if (found[index].unit >= 0) return;
@@ -129,14 +140,16 @@ ParamTable::ParamTable(const ModelView& model, std::int64_t small_below) {
         fail("core", "unit '", unit.name, "' lists a parameter '", name,
              "' that the model does not have");
       }
-      place(it->second, static_cast<int>(units_.size()));
+      if (!used_outside(found[it->second])) place(it->second, static_cast<int>(units_.size()));
     }
     std::set<int> needs{static_cast<int>(units_.size())};
-    for (const auto& name : unit.parameters) needs.insert(found[entry_of_name.at(name)].unit);
+    for (const auto& name : unit.parameters) {
+      const int unit_of = found[entry_of_name.at(name)].unit;
+      needs.insert(unit_of < 0 ? rest : unit_of);
+    }
     needs_.emplace_back(needs.begin(), needs.end());
     units_.push_back(unit.name);
   }
-  const auto rest = static_cast<int>(units_.size());
   for (std::size_t i = 0; i < found.size(); ++i) place(static_cast<int>(i), rest);
   if (std::any_of(found.begin(), found.end(), [&](const Entry& e) { return e.unit == rest; })) {
     units_.push_back("rest");

@@ -69,7 +69,8 @@ StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector
 
 struct Engine::ForwardScope::Impl {
   explicit Impl(Engine::Impl& engine)
-      : watch(engine.times.forward_seconds),
+      : engine(engine),
+        watch(engine.times.forward_seconds),
         account(engine.ledger, memory::Account::activations),
         autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {
     if (at::GradMode::is_enabled()) saving = engine.saving_scope();
@@ -82,8 +83,17 @@ struct Engine::ForwardScope::Impl {
     engine.guarded([&] { engine.units->hold_rest(); });
   }
   ~Impl() {
+    if (std::uncaught_exceptions() > exceptions) fail("a forward threw an exception");
     if (evaluated) evaluated->let_rest_go();
   }
+  // The other ranks wait for this one's gathers.
+  void fail(const std::string& why) noexcept {
+    if (engine.units && engine.gathered_scopes == 0 && engine.group->size() > 1) {
+      engine.give_up_window(std::make_exception_ptr(Error(why)));
+    }
+  }
+  Engine::Impl& engine;
+  const int exceptions = std::uncaught_exceptions();
   zero::Units* evaluated = nullptr;
   engine::Stopwatch watch;
   memory::AccountScope account;
@@ -93,6 +103,9 @@ struct Engine::ForwardScope::Impl {
 Engine::ForwardScope::ForwardScope(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::ForwardScope::ForwardScope(ForwardScope&&) noexcept = default;
 Engine::ForwardScope::~ForwardScope() = default;
+void Engine::ForwardScope::fail(const std::string& why) noexcept {
+  if (impl_) impl_->fail(why);
+}
 
 // A forward without gradients is an evaluation: it belongs to no window.
 Engine::ForwardScope Engine::forward_scope() {

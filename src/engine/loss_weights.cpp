@@ -59,6 +59,12 @@ void check_value(const at::Tensor& value, bool scalar) {
   }
 }
 
+// 0, and its gradient is 0, whatever the value.
+at::Tensor masked_out(const at::Tensor& value) {
+  const auto zero = at::zeros({}, value.options());
+  return at::where(zero > 0, value, zero);
+}
+
 void check_graph(const at::Tensor& total) {
   if (total.requires_grad()) return;
   fail("engine",
@@ -173,7 +179,7 @@ void LossWeights::agree_without_micro_batch() {
   if (!q_) agree_on_q(0);
 }
 
-at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
+at::Tensor LossWeights::weigh(const Loss& loss, double scale, Empty empty) {
   if (!loss.terms.empty() && counts_.size() != 1 + loss.terms.size()) {
     fail("engine", "a loss with ", loss.terms.size(),
          " further terms needs the window's counts before its "
@@ -184,13 +190,22 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale) {
   const auto main = part_of(loss.value, loss.kind, loss.count, false);
   if (!q_) agree_on_q(fp16_ ? main.count.item<double>() : 1.0);  // one read per run
   auto total = weigh_part(main, 1.0, scale, kTokenSlot);
+  std::vector<at::Tensor> uncounted;
+  if (!total.defined()) uncounted.push_back(main.value);
   for (std::size_t t = 0; t < loss.terms.size(); ++t) {
     const auto& term = loss.terms[t];
     if (counts_[t + 1] <= 0) continue;
     const auto part = part_of(term.value, term.kind, term.count, true);
     const double share = term.weight * counts_[0] / counts_[t + 1];
     const auto weighted = weigh_part(part, share, scale, kTokenSlot + 1 + t);
-    if (weighted.defined()) total = total.defined() ? total + weighted : weighted;
+    if (!weighted.defined()) {
+      uncounted.push_back(part.value);
+    } else {
+      total = total.defined() ? total + weighted : weighted;
+    }
+  }
+  if (total.defined() && empty == Empty::kept) {
+    for (const auto& value : uncounted) total = total + masked_out(value);
   }
   if (total.defined()) check_graph(total);
   return total;

@@ -30,8 +30,11 @@ class LossWeights {
   void begin_window(std::vector<double> counts);
 
   // The scalar to run backward on, weighted and multiplied by `scale`. Undefined where nothing was
-  // counted. Throws Error on a loss that cannot be weighted.
-  at::Tensor weigh(const Loss& loss, double scale);
+  // counted. Throws Error on a loss that cannot be weighted. `Empty::kept`: a part that counts
+  // nothing stays in the graph beside others, with a gradient of 0, since other ranks may count it
+  // and need this one in its backward.
+  enum class Empty { left_out, kept };
+  at::Tensor weigh(const Loss& loss, double scale, Empty empty = Empty::left_out);
 
   struct Totals {
     double tokens = 0;  // N

@@ -68,7 +68,9 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   AccountScope scope(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   if (units && !loss_weights.knows_q()) following.say(zero::Following::Operation::agree);
-  auto weighted = loss_weights.weigh(loss, scaler.scale());
+  auto weighted = loss_weights.weigh(loss, scaler.scale(),
+                                     units ? engine::LossWeights::Empty::kept
+                                           : engine::LossWeights::Empty::left_out);
   ++micro_batches;
   auto counted = zero::Count::yes;
   if (!weighted.defined()) {  // counted nothing

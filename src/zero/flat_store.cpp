@@ -232,8 +232,14 @@ bool FlatStore::has_edits() const {
 void FlatStore::notice_edits() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& entry = table_.entries()[i];
-    if (shards_.splits_parameters(entry.flat)) continue;  // edited in gathered(), taken over there
     const auto& parameter = parameters_[i];
+    refuse_hooks_that_cannot_run(entry.name, parameter);
+    if (parameter.requires_grad() != entry.trainable) {
+      fail("zero", "parameter '", entry.name, "' was ", entry.trainable ? "trained" : "frozen",
+           " when the engine was made, and is ", entry.trainable ? "frozen" : "to be trained",
+           " now; set requires_grad back, or make the engine anew");
+    }
+    if (shards_.splits_parameters(entry.flat)) continue;  // edited in gathered(), taken over there
     const auto& values = flats_[static_cast<std::size_t>(entry.flat)].values;
     const auto* home =
         static_cast<const char*>(values.const_data_ptr()) + entry.offset * values.element_size();

@@ -87,7 +87,8 @@ class FlatStore {
 
   bool has_edits() const;  // that notice_edits() would take over
   // Parameters that were edited in place since the last call (their version moved) refresh their
-  // masters. Throws Error where one no longer lives in its flat.
+  // masters. Throws Error where one no longer lives in its flat, or has a hook or a requires_grad
+  // that it had not.
   void notice_edits();
 
   // The master takes the parameter's present value.
