@@ -89,7 +89,10 @@ class POISE_API Engine {
   // One update from `count` micro-batches (all ranks; counts may differ, and be 0 on some).
   // `counts`, needed only by losses with several terms: the window's total count of the main loss
   // and of each term. An exception from `loss` keeps its type and discards the window; the engine
-  // stays usable.
+  // stays usable, on one rank: it ends a group.
+  // Where forward or backward run out of memory on some ranks, the others end the window without
+  // them, and step throws torch's OutOfMemoryError on all ranks. Nothing has changed then, and
+  // engine and group stay usable: the window may be run again, in smaller micro-batches.
   StepResult step(std::size_t count, const LossFn& loss, const std::vector<double>& counts = {});
 
   // The same over a range of batches: loss(batch) -> Loss or Tensor.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from poise import balance, generators, trace, trainer_data
+from poise import balance, generators, ranks, trace, trainer_data
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.loss import Loss
@@ -166,7 +166,8 @@ class Halving:
     """Runs a window again in halved micro-batches where one ran out of memory, and stays with them.
 
     No sample is lost or seen twice: the window's gradients were dropped, and its random state and
-    buffers are put back. On several ranks, and for a single sample, the error stands.
+    buffers are put back. Ranks drop and halve a window together, whichever ran out. Where no rank has
+    more than a single sample in a micro-batch the error stands.
     """
 
     def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
@@ -184,7 +185,8 @@ class Halving:
             try:
                 return run(pieces)
             except torch.OutOfMemoryError as error:
-                if self._engine.group.size > 1 or largest < 2:
+                # The engine's step raises it on all ranks or on none.
+                if not any(ranks.any_of(self._engine.group, [largest > 1])):
                     raise
                 message = str(error).splitlines()[0]
             del pieces

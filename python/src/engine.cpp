@@ -5,6 +5,7 @@
 #include <c10/core/StorageImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "poise/engine.h"
+#include "poise/out_of_memory.h"
 
 namespace py = pybind11;
 
@@ -132,6 +134,29 @@ class ActivationGuard {
 
 std::string text(const py::object& value) { return py::str(value).cast<std::string>(); }
 
+// What Python code ran into, in the loss function or in a backward of its own. Torch also leaves
+// the latter as the thread's current exception, which must not outlive it.
+bool is_python_out_of_memory(const std::exception_ptr& error) {
+  const auto matches = [](PyObject* type) {
+    const py::error_scope put_aside;
+    const auto known = py::module_::import("torch").attr("OutOfMemoryError");
+    return PyErr_GivenExceptionMatches(type, known.ptr()) != 0;
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const py::error_already_set& raised) {
+    const py::gil_scoped_acquire gil;
+    return matches(raised.type().ptr());
+  } catch (const python_error& raised) {
+    const py::gil_scoped_acquire gil;
+    const bool found = matches(raised.type != nullptr ? raised.type : PyErr_Occurred());
+    if (found) PyErr_Clear();
+    return found;
+  } catch (...) {
+    return false;
+  }
+}
+
 // Python's `with` around ForwardScope.
 class ForwardGuard {
  public:
@@ -225,13 +250,15 @@ void bind_result(py::module_& module) {
 void bind_engine(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_result(module);
+  set_out_of_memory_check(is_python_out_of_memory);
 
   py::class_<ForwardGuard>(module, "ForwardScope", "A `with` block that a forward runs in.")
       .def("__enter__", &ForwardGuard::enter, NoGil())
       .def("__exit__", [](ForwardGuard& guard, const py::object& type, const py::object& value,
                           const py::object& /*traceback*/) {
         std::string why;
-        if (!type.is_none()) why = join(type.attr("__name__").cast<std::string>(), ": ", text(value));
+        if (!type.is_none())
+          why = join(type.attr("__name__").cast<std::string>(), ": ", text(value));
         py::gil_scoped_release release;
         if (!why.empty()) guard.fail(why);
         guard.exit();

@@ -1,9 +1,14 @@
 // Stop 2's other half: which ranks run a micro-batch, and which follow them.
 #include <algorithm>
+#include <utility>
 
 #include "engine/impl.h"
+#include "poise/log.h"
+#include "poise/out_of_memory.h"
 
 namespace poise {
+
+using engine::Followed;
 
 std::vector<double> Engine::Impl::micro_batch_counts(std::size_t mine) {
   const std::vector<double> row{static_cast<double>(mine)};
@@ -13,10 +18,11 @@ std::vector<double> Engine::Impl::micro_batch_counts(std::size_t mine) {
 
 void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
                                    const std::vector<double>& counts, const LossFn& loss) {
+  if (followed != Followed::not_at_all) return;  // to the end of the window
   const auto runs = [index](double of_rank) { return of_rank > static_cast<double>(index); };
   const auto leader = std::find_if(counts.begin(), counts.end(), runs) - counts.begin();
   const bool all_run = std::all_of(counts.begin(), counts.end(), runs);
-  following.set_leader(units && !all_run ? std::optional(static_cast<int>(leader)) : std::nullopt);
+  if (units && !all_run && leader == group->rank()) following.publish();
   // What is joined once per window is joined in the last micro-batch of any rank at stage 3, whose
   // ranks move together, and in each rank's own last one otherwise.
   const auto most =
@@ -25,33 +31,92 @@ void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
                             ? zero::MicroBatch::last
                             : zero::MicroBatch::inner;
   if (index < count) {
-    backward(forward([&] { return loss(index); }), position);
-    following.say(zero::Following::Operation::end);
+    run_or_lose([&] { backward(forward([&] { return loss(index); }), position); });
+    if (lost) follow();
+  } else if (units) {
+    following.follow();
+    follow();
   } else {
-    follow(position);
+    agree_without_micro_batch();
+    gradients.follow_micro_batch(position);
   }
-  following.set_leader({});
+  if (!lost && followed == Followed::not_at_all) measure_small(position);
 }
 
-void Engine::Impl::follow(zero::MicroBatch position) {
-  if (!units) {
-    loss_weights.agree_without_micro_batch();
-    gradients.follow_micro_batch(position);
-    measure_small(position);
+// A rank without a micro-batch in the run's first window.
+void Engine::Impl::agree_without_micro_batch() {
+  if (loss_weights.knows_q()) return;
+  following.take(zero::Following::Operation::agree);
+  loss_weights.agree_without_micro_batch();
+}
+
+// [Note: out of memory on some ranks] It must not end the group: with smaller micro-batches the
+// window may fit. So this rank gives up what it holds of the micro-batch and follows the others to
+// the end of the window (zero/following.h), where all learn of it and drop the window.
+void Engine::Impl::run_or_lose(const std::function<void()>& micro_batch) {
+  std::string why;
+  try {
+    micro_batch();
     return;
+  } catch (...) {
+    if (group->size() == 1 || !is_out_of_memory(std::current_exception())) throw;
+    why = engine::message_of(std::current_exception());
   }
+  // Not the exception itself: one of Python's holds the frames, and their tensors, that it left.
+  lost = why;
+  // The others hear of it first: the gathers in flight end when all have submitted theirs.
+  following.lose(why);
+  log::info("rank ", group->rank(), " ran out of memory in this window: ", why);
+  engine::drain_autograd_queue();
+  gradients.drop_unjoined();
+  if (units) units->discard();
+}
+
+// The rest of the window as the ranks that run it say.
+void Engine::Impl::follow() {
   using Operation = zero::Following::Operation;
-  units->begin_recording();
-  gradients.begin_following(position);
-  for (auto said = following.listen(); said.operation != Operation::end;
-       said = following.listen()) {
-    if (said.operation == Operation::gather) units->follow_gather(said.index);
-    if (said.operation == Operation::join) gradients.join_flat(said.index);
-    if (said.operation == Operation::agree) loss_weights.agree_without_micro_batch();
+  followed = Followed::to_nobody;
+  if (units) units->begin_recording();
+  while (const auto step = following.next()) {
+    const auto index = static_cast<int>(step->index);
+    switch (step->operation) {
+      case Operation::begin_micro_batch:
+        gradients.begin_following(index != 0);
+        break;
+      case Operation::agree:
+        agree_without_micro_batch();
+        break;
+      case Operation::gather:
+        units->follow_gather(index);
+        break;
+      case Operation::join:
+        gradients.join_flat(index);
+        break;
+      case Operation::end_micro_batch:
+        gradients.end_following();
+        if (units) {
+          units->end_micro_batch();
+          units->begin_recording();
+        }
+        break;
+      case Operation::end_window:
+        gradients.end_following();
+        followed = Followed::to_end;
+        return;
+    }
   }
-  gradients.end_micro_batch();
-  units->end_micro_batch();
-  measure_small(position);
+  gradients.end_following();
+}
+
+// A window in which some rank ran out of memory is dropped on all of them; the error it ends with.
+void Engine::Impl::drop_lost_window() {
+  discard_window();
+  loss_weights.forget_window();
+  const auto told = std::exchange(sums, {});
+  if (lost) throw_out_of_memory(*std::exchange(lost, std::nullopt));
+  throw_out_of_memory(
+      join("[engine] rank ", told.lost_rank,
+           " ran out of memory; the window is dropped on all ranks: ", told.lost_why));
 }
 
 }  // namespace poise

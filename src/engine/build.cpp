@@ -226,16 +226,19 @@ std::chrono::milliseconds timeout_of(const config::CommPolicy& policy) {
       std::chrono::duration<double>(policy.timeout_seconds));
 }
 
-state::SaverSettings saver_settings(const Config& config, comm::Group& group) {
+state::SaverSettings saver_settings(const Config& config, const std::string& run) {
   // A save that is waited for needs no more than what is on its way: few tiles, warm in the cache.
   constexpr std::int64_t kOnItsWay = 8 * static_cast<std::int64_t>(state::kTile);
   state::SaverSettings settings{timeout_of(config.comm),
                                 config.state.asynchronous ? config.state.staging_bytes : kOnItsWay};
-  // Another engine may have saved over this group before.
-  if (group.size() > 1) {
-    settings.id = group.all_gather_text(state::random_word(), "name of the saves").front();
-  }
+  if (!run.empty()) settings.id = run;
   return settings;
+}
+
+// Another engine may have left notes in this group before. Empty in a world of one.
+std::string name_of_run(comm::Group& group) {
+  if (group.size() == 1) return "";
+  return group.all_gather_text(state::random_word(), "name of the run").front();
 }
 
 memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy) {
@@ -276,7 +279,10 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       offloading(config.offload, table, shards, model.parameters.front().tensor.device()),
       store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
             offloading.places(), materialize),
-      following(*group),
+      run(name_of_run(*group)),
+      following(*group, run, timeout_of(config.comm),
+                group->device().is_cpu() ? zero::Following::Looks::in_waits
+                                         : zero::Following::Looks::by_thread),
       gradients(table, store, shards, ranks, config.zero, following, ledger),
       units(make_units()),
       activations(make_activations(model)),
@@ -286,9 +292,9 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       state_update(optimizer_states.states, config.offload, offloading.memory()),
       scaler(config.precision),
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
-                   *group),
+                   *group, [this](const Event& event) { following.synchronize(event); }),
       device(store.parameters().front().device()),
-      saver(group, offloading.memory(), saver_settings(config, *group)) {
+      saver(group, offloading.memory(), saver_settings(config, run)) {
   share_buffers(model, *group);
 }
 

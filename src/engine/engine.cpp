@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/nearest_name.h"
@@ -63,13 +64,14 @@ StepResult Engine::step(std::size_t count, const LossFn& loss, const std::vector
     for (std::size_t i = 0; i < most; ++i) impl_->run_micro_batch(i, count, of_ranks, loss);
     return impl_->close_window();
   });
+  if (impl_->sums.lost_rank >= 0) impl_->drop_lost_window();
   stop_on_nonfinite(impl_->config, result);
   return result;
 }
 
 struct Engine::ForwardScope::Impl {
   explicit Impl(Engine::Impl& engine)
-      : engine(engine),
+      : owner(engine),
         watch(engine.times.forward_seconds),
         account(engine.ledger, memory::Account::activations),
         autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {
@@ -88,11 +90,11 @@ struct Engine::ForwardScope::Impl {
   }
   // The other ranks wait for this one's gathers.
   void fail(const std::string& why) noexcept {
-    if (engine.units && engine.gathered_scopes == 0 && engine.group->size() > 1) {
-      engine.give_up_window(std::make_exception_ptr(Error(why)));
+    if (owner.units && owner.gathered_scopes == 0 && owner.group->size() > 1) {
+      owner.give_up_window(std::make_exception_ptr(Error(why)));
     }
   }
-  Engine::Impl& engine;
+  Engine::Impl& owner;
   const int exceptions = std::uncaught_exceptions();
   zero::Units* evaluated = nullptr;
   engine::Stopwatch watch;

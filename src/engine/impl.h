@@ -63,11 +63,19 @@ struct Sums {
   double grad_norm = 0;  // of the mean gradient, before clipping
   Status status = Status::applied;
   std::string first_bad_parameter;
+  int lost_rank = -1;  // the first one that ran out of memory in this window; -1: none
+  std::string lost_why;
 };
+
+// How far a rank that stopped running forwards has followed the others in this window.
+enum class Followed { not_at_all, to_end, to_nobody };  // to_nobody: no rank runs any more
 
 // Rank `rank`'s row of each group's numbers at [rank * row.size()]; blocks.
 std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
                                 const char* what);
+// The same, waiting as `wait` does.
+std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
+                                const char* what, const std::function<void(const Event&)>& wait);
 
 // What an exception says, for messages.
 std::string message_of(const std::exception_ptr& reason);
@@ -127,7 +135,11 @@ struct Engine::Impl {
   // Runs micro-batch `index` of a window, or follows the ranks that do.
   void run_micro_batch(std::size_t index, std::size_t count, const std::vector<double>& counts,
                        const LossFn& loss);
-  void follow(zero::MicroBatch position);
+  void agree_without_micro_batch();
+  void run_or_lose(const std::function<void()>& micro_batch);
+  void follow();
+  void note_losses(const std::vector<double>& rows, std::size_t columns);
+  [[noreturn]] void drop_lost_window();
   void gather_gradients();
   void measure_small(zero::MicroBatch position);
   void measure_noise(const std::vector<double>& rows, std::size_t columns);
@@ -181,6 +193,7 @@ struct Engine::Impl {
   memory::Ledger ledger;
   engine::Offloading offloading;
   zero::FlatStore store;
+  const std::string run;  // a name of its own among those over this group
   zero::Following following;
   zero::Gradients gradients;
   std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
@@ -202,6 +215,8 @@ struct Engine::Impl {
   config::SchedulePolicy schedule = config.schedule;
   std::int64_t schedule_from = 0;
   engine::Sums sums;
+  std::optional<std::string> lost;  // this rank ran out of memory in this window, and how
+  engine::Followed followed = engine::Followed::not_at_all;
   std::optional<double> clip_at;  // of the open window, instead of the config's
   std::string half_an_update;     // why an update ended in its middle; empty: none did
   // Handed out by gradient(): the entry's mean gradient, and a copy to see whether it was written.

@@ -9,6 +9,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <cmath>
+#include <utility>
 
 #include "poise/log.h"
 
@@ -75,8 +76,8 @@ void check_graph(const at::Tensor& total) {
 }  // namespace
 
 LossWeights::LossWeights(config::LossWeighting weighting, bool fp16, at::Device device,
-                         comm::Group& group)
-    : weighting_(weighting), fp16_(fp16), group_(group) {
+                         comm::Group& group, Wait wait)
+    : weighting_(weighting), fp16_(fp16), group_(group), wait_(std::move(wait)) {
   sums_ = at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
@@ -91,6 +92,7 @@ void LossWeights::begin_window(std::vector<double> counts) {
     fail("engine",
          "the window counts 0 tokens for its main loss; terms cannot be weighed against it");
   }
+  agreed_in_window_ = false;
   counts_ = std::move(counts);
   const auto slots = static_cast<std::int64_t>(std::max<std::size_t>(2, 1 + counts_.size()));
   if (sums_.numel() == slots) {
@@ -168,10 +170,11 @@ at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale,
 void LossWeights::agree_on_q(double count) {
   if (fp16_ && group_.size() > 1) {
     const auto on_device = at::full({1}, count, sums_.options());
-    group_.broadcast(on_device, 0, "tokens of the first micro-batch").wait();
+    wait_(group_.broadcast(on_device, 0, "tokens of the first micro-batch"));
     count = on_device.item<double>();
     group_.check();
   }
+  agreed_in_window_ = true;
   q_ = count > 1 ? static_cast<int>(std::ceil(std::log2(count))) : 0;
 }
 

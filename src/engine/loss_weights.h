@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -23,8 +24,11 @@ at::Tensor everything(const Loss& loss);
 
 class LossWeights {
  public:
-  // `fp16`: whether q is read from the first micro-batch, that of rank 0 for all ranks.
-  LossWeights(config::LossWeighting weighting, bool fp16, at::Device device, comm::Group& group);
+  // `fp16`: whether q is read from the first micro-batch, that of rank 0 for all ranks; `wait`
+  // waits for it.
+  using Wait = std::function<void(const Event&)>;
+  LossWeights(config::LossWeighting weighting, bool fp16, at::Device device, comm::Group& group,
+              Wait wait);
 
   // `counts`: totals of the window for the main loss and each term; empty where there are no terms.
   void begin_window(std::vector<double> counts);
@@ -44,6 +48,11 @@ class LossWeights {
   std::vector<double> sums() const;
   // What the sums over all ranks come to. Throws Error where begin_window's counts were wrong.
   Totals totals(const std::vector<double>& sums) const;
+
+  // The window is dropped: what was agreed on in it is open again.
+  void forget_window() {
+    if (agreed_in_window_) q_.reset();
+  }
 
   // A rank that has no micro-batch in the run's first window takes part in agreeing on q.
   void agree_without_micro_batch();
@@ -69,7 +78,9 @@ class LossWeights {
   config::LossWeighting weighting_;
   bool fp16_;
   comm::Group& group_;
+  Wait wait_;
   std::optional<int> q_;
+  bool agreed_in_window_ = false;
   std::vector<double> counts_;
   bool uncounted_noted_ = false;
   // fp64 on the device: [0] loss sum, [1] N, [2...] counts of the terms.

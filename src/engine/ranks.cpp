@@ -13,15 +13,21 @@ namespace poise::engine {
 
 std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
                                 const char* what) {
+  return gather_rows(group, row, what, [](const Event& done) {
+    done.wait();
+    done.synchronize();  // the host waits here, where an interrupt reaches it
+  });
+}
+
+std::vector<double> gather_rows(comm::Group& group, const std::vector<double>& row,
+                                const char* what, const std::function<void(const Event&)>& wait) {
   if (group.size() == 1) return row;
   const auto columns = static_cast<std::int64_t>(row.size());
   auto mine = at::empty({columns}, at::kDouble);
   std::copy(row.begin(), row.end(), mine.mutable_data_ptr<double>());
   mine = mine.to(group.device());
   const auto rows = at::empty({group.size() * columns}, mine.options());
-  const auto done = group.all_gather(rows, mine, what);
-  done.wait();
-  done.synchronize();  // the host waits here, where an interrupt reaches it
+  wait(group.all_gather(rows, mine, what));
   const auto host = rows.cpu();
   group.check();  // on a GPU the collectives of a failed group end without a result
   const auto* first = host.const_data_ptr<double>();

@@ -37,6 +37,9 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
   store.notice_edits();
   gradients.start_window();
   loss_weights.begin_window(counts);
+  following.begin_window();
+  followed = engine::Followed::not_at_all;
+  lost.reset();
   ledger.reset_peak();
   times = {};
   micro_batches = 0;
@@ -67,10 +70,10 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   Stopwatch watch(times.backward_seconds);
   AccountScope scope(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
-  if (units && !loss_weights.knows_q()) following.say(zero::Following::Operation::agree);
-  auto weighted = loss_weights.weigh(loss, scaler.scale(),
-                                     units ? engine::LossWeights::Empty::kept
-                                           : engine::LossWeights::Empty::left_out);
+  if (!loss_weights.knows_q()) following.take(zero::Following::Operation::agree);
+  auto weighted = loss_weights.weigh(
+      loss, scaler.scale(),
+      units ? engine::LossWeights::Empty::kept : engine::LossWeights::Empty::left_out);
   ++micro_batches;
   auto counted = zero::Count::yes;
   if (!weighted.defined()) {  // counted nothing
@@ -112,7 +115,7 @@ double Engine::Impl::clip_factor(double grad_norm) const {
 // This rank's share of stop 8: sums of its losses and counts, the squares of its shard's gradients
 // in entry order, and where they are not finite.
 struct Share {
-  enum Place { squares, bad_entry, micro_batches, first_sum };
+  enum Place { squares, bad_entry, micro_batches, lost, first_sum };
   static constexpr double kNone = -1;
 };
 
@@ -123,9 +126,13 @@ void Engine::Impl::sum_up() {
   at::NoGradGuard no_grad;
   sums = {};
   if (units) units->end_window();
-  loss_weights.agree_without_micro_batch();
-  gradients.finish_window();
-  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches)};
+  if (followed != engine::Followed::to_nobody) {
+    agree_without_micro_batch();
+    gradients.join_window();
+    following.take(zero::Following::Operation::end_window);
+    gradients.finish_window();
+  }
+  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), lost ? 1.0 : 0.0};
   const auto squared = gradients.squared_norms().cpu();
   const auto* norms = squared.const_data_ptr<double>();
   const bool first_replica = ranks.replica->rank() == 0;  // the others have the same sums
@@ -138,9 +145,9 @@ void Engine::Impl::sum_up() {
   const auto measured = small.value_or(engine::NoiseScale::Small());
   if (config.engine.noise_scale) row.insert(row.end(), {measured.squares, measured.tokens});
   for (const double sum : loss_weights.sums()) row.push_back(sum);
-  gather_gradients();
 
-  const auto rows = engine::gather_rows(*group, row, "sums of the window");
+  const auto rows = engine::gather_rows(*group, row, "sums of the window",
+                                        [&](const Event& done) { following.synchronize(done); });
   for (const auto& one : {ranks.shard, ranks.replica}) one->check();
   std::vector<double> joined(row.size(), 0.0);  // in rank order: the same bits on every rank
   double bad_entry = Share::kNone;
@@ -151,6 +158,12 @@ void Engine::Impl::sum_up() {
       bad_entry = rows[i];
     }
   }
+  if (joined[Share::lost] > 0) {
+    note_losses(rows, row.size());
+    return;
+  }
+  following.end_window();
+  gather_gradients();
   if (joined[Share::micro_batches] == 0) {
     fail("engine", "the window has no micro-batches on any rank; pass at least one");
   }
@@ -184,6 +197,10 @@ void Engine::Impl::measure_small(zero::MicroBatch position) {
 }
 
 void Engine::Impl::measure_noise(const std::vector<double>& rows, std::size_t columns) {
+  // A rank without a micro-batch followed the others to the end, past the first one.
+  for (std::size_t at = Share::micro_batches; units && at < rows.size(); at += columns) {
+    if (rows[at] == 0) return small.reset();
+  }
   std::vector<engine::NoiseScale::Small> all;
   double tokens = 0;
   const bool joined = shards.reduces_every_micro_batch();
@@ -198,6 +215,16 @@ void Engine::Impl::measure_noise(const std::vector<double>& rows, std::size_t co
   }
   small.reset();  // gradients that the user edits are no measurement
   noise.add(all, joined, sums.grad_norm * sums.grad_norm, sums.totals.tokens);
+}
+
+// Which rank ran out of memory, and what it said.
+void Engine::Impl::note_losses(const std::vector<double>& rows, std::size_t columns) {
+  for (int rank = 0; rank < group->size() && sums.lost_rank < 0; ++rank) {
+    if (rows[static_cast<std::size_t>(rank) * columns + Share::lost] == 0) continue;
+    sums.lost_rank = rank;
+    sums.lost_why = following.loss_of(rank);
+  }
+  following.end_window();
 }
 
 // Stage 0 over several ranks: the sums, joined by shards, become whole for everybody's optimizer.
@@ -266,6 +293,7 @@ StepResult Engine::Impl::close_window() {
   {
     Stopwatch watch(times.update_seconds);
     if (state == WindowState::open) sum_up();  // stop 8
+    if (sums.lost_rank >= 0) return result;    // nothing is applied
     if (!lent.empty()) take_edited_gradients();
     result.status = sums.status;
     result.loss = sums.totals.loss;
@@ -312,6 +340,7 @@ void Engine::Impl::discard_window() {
   state = WindowState::closed;
   micro_batches = 0;
   lent.clear();
+  following.drop_window();
   engine::drain_autograd_queue();
   gradients.start_window();
   if (units) units->discard();

@@ -54,6 +54,7 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
       store_(store),
       shards_(shards),
       replicas_(*ranks.replica),
+      following_(following),
       reducer_(table, store, shards, *ranks.shard, policy, following, ledger),
       norm_valid_(table.entries().size()),
       shared_(std::make_shared<Shared>()) {
@@ -97,14 +98,24 @@ Gradients::Taking::~Taking() { gradients_.shared_->taking.store(false, std::memo
 
 void Gradients::begin_micro_batch(MicroBatch position) {
   position_ = position;
-  reducer_.begin_micro_batch(position == MicroBatch::last || shards_.reduces_every_micro_batch());
+  const bool joined_now = joins(position);
+  // Ranks that join once per window may have had different numbers of micro-batches.
+  if (shards_.reduces_every_micro_batch() || shards_.splits_parameters()) {
+    following_.take(Following::Operation::begin_micro_batch, joined_now ? 1 : 0);
+  }
+  reducer_.begin_micro_batch(joined_now);
 }
 
-void Gradients::end_micro_batch() { reducer_.end_micro_batch(); }
+void Gradients::end_micro_batch() {
+  reducer_.end_micro_batch();
+  if (shards_.reduces_every_micro_batch() || shards_.splits_parameters()) {
+    following_.take(Following::Operation::end_micro_batch);
+  }
+}
 
 void Gradients::follow_micro_batch(MicroBatch position) {
   begin_micro_batch(position);
-  reducer_.end_micro_batch();
+  end_micro_batch();
 }
 
 // The gradient with its elements in the order of the flat: dense, strided like the parameter.
@@ -190,8 +201,11 @@ double Gradients::squares_so_far() {
   return total;
 }
 
-void Gradients::finish_window() {
+void Gradients::join_window() {
   if (!reducer_.window_joined()) follow_micro_batch(MicroBatch::last);  // closed before its time
+}
+
+void Gradients::finish_window() {
   reducer_.zero_what_never_came();
   join_replicas();
   make_norms();

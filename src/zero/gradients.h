@@ -51,16 +51,22 @@ class Gradients {
   // A micro-batch that other ranks run and this one does not, where the order of joins is known:
   // their gradients are joined with zeros.
   void follow_micro_batch(MicroBatch position);
-  // The same where other ranks say the order.
-  void begin_following(MicroBatch position) { begin_micro_batch(position); }
+  // The same where other ranks say the order, flat by flat.
+  void begin_following(bool joins) { reducer_.begin_micro_batch(joins); }
   void join_flat(int flat) { reducer_.join_flat(flat); }
+  void end_following() { reducer_.end_following(); }
+  // The micro-batch failed: its gradients that are not on their way are dropped.
+  void drop_unjoined() { reducer_.drop_unjoined(); }
 
   // After the first micro-batch of a window: the square sum of what this rank has of the sums so
   // far, its shard where every micro-batch is joined, else all of its own.
   double squares_so_far();
 
-  // Makes every accumulator whole at the end of a window: zeros where no gradient came, joined
-  // over ranks, norms where the last pass did not make them.
+  // What no micro-batch was the last for is joined, too: before finish_window().
+  void join_window();
+
+  // Makes every accumulator whole at the end of a window that is joined: zeros where no gradient
+  // came, joined over replicas, norms where the last pass did not make them.
   void finish_window();
 
   // Sum of squares of each entry's summed gradient, as far as it lies in this rank's shard (fp64,
@@ -78,6 +84,9 @@ class Gradients {
   struct Shared;
 
   void begin_micro_batch(MicroBatch position);
+  bool joins(MicroBatch position) const {
+    return position == MicroBatch::last || shards_.reduces_every_micro_batch();
+  }
   void take(int entry, const at::Tensor& gradient);
   at::Tensor dense(int entry, const at::Tensor& gradient);
   void make_norms();
@@ -87,6 +96,7 @@ class Gradients {
   FlatStore& store_;
   const Shards& shards_;
   comm::Group& replicas_;
+  Following& following_;
   Reducer reducer_;
   std::vector<char> norm_valid_;  // by entry: for what the accumulator holds now
   at::Tensor squared_norms_;      // [entries] fp64

@@ -151,6 +151,7 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   const auto& unit = table_.units()[static_cast<std::size_t>(layout(flat).unit)];
   auto mine = pile.sum.narrow(0, range.begin, range.size());
   Flight flight{flat, pile.sum, on_wire(pile.sum), transient, {}};
+  following_.take(Following::Operation::join, flat);
   if (shards_.whole(flat) > 0) {
     // Ranks that join once per window may have had different numbers of micro-batches.
     flight.event =
@@ -174,7 +175,7 @@ void Reducer::land_all() {
 
 void Reducer::land(const Flight& flight) {
   at::NoGradGuard no_grad;
-  flight.event.wait();
+  following_.wait(flight.event);
   if (!flight.transient) return;  // summed in place
   auto& s = state(flight.flat);
   const auto range = shards_.mine(flight.flat);
@@ -191,9 +192,7 @@ void Reducer::land(const Flight& flight) {
 void Reducer::join_unit(int unit) {
   if (!joins_ || !overlap_) return;
   for (const int flat : order_) {
-    if (layout(flat).unit != unit) continue;
-    following_.say(Following::Operation::join, flat);
-    join_flat(flat);
+    if (layout(flat).unit == unit) join_flat(flat);
   }
 }
 
@@ -201,22 +200,26 @@ void Reducer::join_flat(int flat) {
   submit(flat, pile_of(flat), shards_.reduces_every_micro_batch() || state(flat).submitted);
 }
 
-void Reducer::end_micro_batch() {
-  if (!joins_) return;
-  for (const int flat : order_) {
-    if (state(flat).submitted) continue;
-    following_.say(Following::Operation::join, flat);
-    join_flat(flat);
-  }
-  for (const int flat : order_) {  // gradients that came after their flat went
-    auto& s = state(flat);
-    if (!s.transient.sum.defined()) continue;
-    following_.say(Following::Operation::join, flat);
-    submit(flat, s.transient, true);
-  }
+void Reducer::end_following() {
   land_all();
   joins_ = false;
   window_joined_ = true;
+}
+
+void Reducer::drop_unjoined() {
+  for (const int flat : order_) state(flat).transient = {};
+}
+
+void Reducer::end_micro_batch() {
+  if (!joins_) return;
+  for (const int flat : order_) {
+    if (!state(flat).submitted) join_flat(flat);
+  }
+  for (const int flat : order_) {  // gradients that came after their flat went
+    auto& s = state(flat);
+    if (s.transient.sum.defined()) submit(flat, s.transient, true);
+  }
+  end_following();
 }
 
 void Reducer::zero_what_never_came() {

@@ -40,8 +40,13 @@ class Reducer {
   int place_of(int entry) const { return place_[static_cast<std::size_t>(entry)]; }
   // Where parameters are sharded: the backward of a unit has ended.
   void join_unit(int unit);
-  // A rank that follows: the flat is joined with what came here, so with zeros.
+  // A rank that follows: the flat is joined with what came here, so with zeros. The order is that
+  // of the ranks that run.
   void join_flat(int flat);
+  // The end of a micro-batch, and of the window's joins, on such a rank.
+  void end_following();
+  // Drops gradients that are not yet joined: their micro-batch failed.
+  void drop_unjoined();
   // Joins what was not joined yet; no gradient may come afterwards.
   void end_micro_batch();
   // On one rank: zeros in the accumulators where no gradient came in the whole window.

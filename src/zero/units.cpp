@@ -77,7 +77,7 @@ void Units::follow_gather(int unit) {
   POISE_CHECK(!state(unit).live, "unit ", unit);
   gathered_.push_back(unit);  // the plan of the next micro-batch, as on the ranks that ran
   for (const int flat : state(unit).flats) store_.make_room(flat);
-  for (const int flat : state(unit).flats) store_.gather_parameters(flat).wait();
+  for (const int flat : state(unit).flats) following_.wait(store_.gather_parameters(flat));
   for (const int flat : state(unit).flats) store_.release(flat);
 }
 
@@ -89,7 +89,7 @@ void Units::submit(int unit) {
     for (const int flat : s.flats) store_.release(flat);
     throw;
   }
-  following_.say(Following::Operation::gather, unit);
+  following_.take(Following::Operation::gather, unit);
   s.in_flight = true;
   for (const int flat : s.flats) s.gathers.push_back(store_.gather_parameters(flat));
   if (recording_) gathered_.push_back(unit);
@@ -99,7 +99,7 @@ void Units::submit(int unit) {
 
 void Units::land(int unit) {
   auto& s = state(unit);
-  for (const auto& gather : s.gathers) gather.wait();
+  for (const auto& gather : s.gathers) following_.wait(gather);
   s.gathers.clear();
   for (const int flat : s.flats) store_.expose(flat);
   s.in_flight = false;

@@ -41,6 +41,7 @@ class Units : public std::enable_shared_from_this<Units> {
   void follow_gather(int unit);
   void end_window();  // releases what was kept for it
   // Waits for what is in flight and releases everything; backward through earlier calls throws.
+  // Gathers that were submitted are waited for, and what they brought is dropped.
   void discard();
   // Counts discards: claims of before are gone.
   std::int64_t epoch() const { return epoch_; }

@@ -2,23 +2,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "zero/mesh.h"
 #include "zero/training.h"
 
 namespace poise {
 namespace {
 
 using test::GridModel;
+using test::Mesh;
 using ::testing::HasSubstr;
-
-// Handles of rank r: all four, the pair {2i, 2i + 1}, and the ranks of equal place in the pairs.
-struct Mesh {
-  std::vector<std::shared_ptr<comm::Group>> shards[2] = {comm::threads(2), comm::threads(2)};
-  std::vector<std::shared_ptr<comm::Group>> replicas[2] = {comm::threads(2), comm::threads(2)};
-  comm::Ranks of(const std::shared_ptr<comm::Group>& all) const {
-    const auto rank = static_cast<std::size_t>(all->rank());
-    return {all, shards[rank / 2][rank % 2], replicas[rank % 2][rank / 2]};
-  }
-};
 
 class Hybrid : public ::testing::TestWithParam<std::tuple<int, std::vector<std::size_t>>> {};
 

@@ -1,0 +1,186 @@
+"""One rank of test_memory_ranks.py: `memory_on_ranks.py CASE FOLDER`, started by rank_processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import poise
+import rank_processes
+import torch
+import torch.distributed as dist
+from engine_on_ranks import FP32, STAGES, digest, masters_of
+from plain_loop import settings
+from poise import trainer_balance
+from tiny_models import TinyForCausalLM, batch, counted, split
+
+UPDATES = 3
+BUDGETS = {"none": STAGES, "every_n": (3,)}  # stages by policy of recomputation
+K = 2  # micro-batches of a rank
+
+
+class Model(TinyForCausalLM):
+    """With a buffer that every forward changes."""
+
+    def __init__(self):
+        super().__init__(dropout=0.2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids, labels):
+        self.calls += input_ids.shape[0]
+        return super().forward(input_ids, labels)
+
+
+def windows():
+    """This rank's; those of rank 1 are the longer ones."""
+    rank = dist.get_rank()
+    length = 24 if rank == 1 else 6
+    wholes = [batch(16 * K, length, seed=10 * n + rank, masked=0.3) for n in range(UPDATES)]
+    return [split(whole, 16) for whole in wholes]
+
+
+def config_of(stage, policy="none", budget=0):
+    sections = {"zero": {"stage": stage}, "checkpointing": {"policy": policy}}
+    if budget:
+        sections["memory"] = {"budget_bytes": budget}
+    return settings(dataclasses.replace(FP32), K, **sections)
+
+
+class Trial:
+    """A model that trains; `fault` is called with every micro-batch that is run."""
+
+    def __init__(self, config, fault=lambda model, piece, number: None):
+        torch.manual_seed(5)
+        self.model = Model()
+        self.engine = poise.Engine(self.model, config)
+        self.halving = trainer_balance.Halving(self.engine, self.note)
+        self.notes, self.peaks, self.numbers, self.runs = [], [], [], 0
+        self.fault = fault
+        torch.manual_seed(50 + dist.get_rank())
+
+    def note(self, line):
+        self.notes.append(line)
+
+    def loss(self, piece):
+        self.runs += 1
+        extra = self.fault(self.model, piece, self.runs)
+        loss = self.model(**piece)
+        return (loss if extra is None else loss + extra, counted(piece))
+
+    def train(self, halves=False):
+        for window in windows():
+            if halves:
+                window = [part for whole in window for part in trainer_balance.split(whole, 2)]
+            result = self.halving(window, lambda pieces: self.engine.step(pieces, self.loss))
+            self.peaks.append(result.peak_bytes)
+            self.numbers.append([result.loss, result.grad_norm, result.tokens, result.updates])
+        self.random = digest({"next": torch.rand(4)})
+        return self
+
+    def seen(self):
+        return {
+            "numbers": self.numbers,
+            "masters": digest(masters_of(self.engine)),
+            "calls": float(self.model.calls),
+            "random": self.random,
+        }
+
+
+def highest(trial):
+    """Over all ranks and updates."""
+    peak = torch.tensor(float(max(trial.peaks)))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
+
+
+def budgets(folder):
+    """A budget that whole micro-batches of rank 1 do not fit, but halves do."""
+    seen = {}
+    for policy, stages in BUDGETS.items():
+        for stage in stages:
+            halves = Trial(config_of(stage, policy)).train(halves=True)
+            whole = Trial(config_of(stage, policy)).train()
+            # Near the former: the first micro-batch of a run, which gathers nothing ahead, needs less.
+            budget = (3 * highest(halves) + highest(whole)) // 4
+            fitted = Trial(config_of(stage, policy, budget)).train()
+            seen[f"{policy}, {stage}"] = {
+                "halves": halves.seen(),
+                "whole": whole.seen(),
+                "fitted": fitted.seen(),
+                "notes": fitted.notes,
+                "runs": [halves.runs, whole.runs, fitted.runs],
+                "own": [max(whole.peaks), budget],
+            }
+    return seen
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        held = [torch.ones(1000) for _ in range(10)]
+        raise torch.OutOfMemoryError(f"in backward, {len(held)} tensors held")
+
+
+def python_errors(folder):
+    """Memory that runs out in code of Python's: in the loss function, and in a backward."""
+    seen = {}
+    for stage in STAGES:
+        halves = Trial(config_of(stage)).train(halves=True)
+        for where in ("forward", "backward"):
+            for of_all in (False, True):
+
+                def fault(model, piece, number, where=where, of_all=of_all):
+                    if number != 2 - (of_all and dist.get_rank()) or (
+                        dist.get_rank() == 1 and not of_all
+                    ):
+                        return None
+                    if where == "forward":
+                        raise torch.OutOfMemoryError("in forward")
+                    return Failing.apply(model.head.bias.sum()) * 0
+
+                trial = Trial(config_of(stage), fault)
+                held = trial.engine.memory()["current_bytes"]
+                trial.train()
+                seen[f"{stage}, {where}, {of_all}"] = {
+                    "same": trial.seen() == halves.seen(),
+                    "notes": trial.notes,
+                    "held": trial.engine.memory()["current_bytes"] - held,
+                }
+    return seen
+
+
+def single(folder):
+    """Nothing is left to be halved: the error stands, on both ranks."""
+    trial = Trial(config_of(3))
+
+    def loss(piece):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("never enough")
+        return trial.loss(piece)
+
+    samples = [piece for piece in windows()[0] for piece in split(piece, 2)][:2]
+    try:
+        trial.halving(samples, lambda pieces: trial.engine.step(pieces, loss))
+    except torch.OutOfMemoryError as error:
+        return [str(error), trial.halving.parts]
+    return []
+
+
+CASES = {"budgets": budgets, "python_errors": python_errors, "single": single}
+
+
+def main(name, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank_processes.report(name, folder, dist.get_rank(), CASES[name](Path(folder)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

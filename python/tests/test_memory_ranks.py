@@ -1,0 +1,62 @@
+"""Memory that runs out on one of two gloo ranks: both run the window again in halves."""
+
+from __future__ import annotations
+
+import pytest
+import rank_processes
+from engine_on_ranks import STAGES
+from memory_on_ranks import BUDGETS
+
+
+def run(tmp_path_factory, name):
+    return rank_processes.run("memory_on_ranks.py", name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def budgets(tmp_path_factory):
+    return run(tmp_path_factory, "budgets")
+
+
+@pytest.fixture(scope="module")
+def python_errors(tmp_path_factory):
+    return run(tmp_path_factory, "python_errors")
+
+
+@pytest.mark.parametrize(
+    ("policy", "stage"), [(policy, stage) for policy, stages in BUDGETS.items() for stage in stages]
+)
+def test_a_budget_that_one_rank_does_not_keep(budgets, policy, stage):
+    for of_rank in budgets:
+        seen = of_rank[f"{policy}, {stage}"]
+        # As if it had been run in halves from the start: the same random numbers and buffers too.
+        assert seen["fitted"] == seen["halves"]
+        assert seen["fitted"] != seen["whole"]  # dropout's masks are another split's
+        assert len(seen["notes"]) == 1 and "halves of them" in seen["notes"][0]
+        halves, _, fitted = seen["runs"]
+        assert halves < fitted <= halves + 2
+    (short, _), (long, budget) = (of_rank[f"{policy}, {stage}"]["own"] for of_rank in budgets)
+    assert short < budget < long  # rank 0 alone would have gone on
+    assert "rank 1 ran out of memory" in budgets[0][f"{policy}, {stage}"]["notes"][0]
+    for number in (0, 2, 3):
+        mine, other = (
+            [line[number] for line in of_rank[f"{policy}, {stage}"]["fitted"]["numbers"]]
+            for of_rank in budgets
+        )
+        assert mine == other
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_errors_of_python_code(python_errors, stage, where, of_all):
+    for of_rank in python_errors:
+        seen = of_rank[f"{stage}, {where}, {of_all}"]
+        assert seen["same"]
+        assert len(seen["notes"]) == 1 and f"in {where}" in seen["notes"][0]
+        assert seen["held"] == 0
+
+
+def test_single_samples_cannot_be_halved(tmp_path_factory):
+    first, second = run(tmp_path_factory, "single")
+    assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
+    assert first[1] == second[1] == 2
