@@ -70,7 +70,7 @@ class POISE_API Group {
   // whole: [W x n] fp32, bf16 or fp16; mine: [n] fp32, this rank's piece of the sum over ranks; may
   // be this rank's piece of `whole`. `whole` is scratch afterwards.
   Event reduce_scatter(at::Tensor mine, at::Tensor whole, std::string what);
-  Event all_reduce(at::Tensor values, std::string what);  // fp32 or fp64, in place, small
+  Event all_reduce(at::Tensor values, std::string what);  // fp32 or fp64, in place
   Event all_to_all(at::Tensor received, at::Tensor sent, std::string what);  // [W x n] each
   Event broadcast(at::Tensor values, int root, std::string what);
   void barrier(std::string what);  // blocks
@@ -86,6 +86,7 @@ class POISE_API Group {
 
   // Makes room for reductions of up to `bytes` of `whole`, under the caller's AccountScope.
   void reserve(std::int64_t bytes);
+  void reserve_all_reduce(std::int64_t bytes);  // for one of up to `bytes`
 
   // Throws the failure, if there is one. On CUDA collectives of a failed group end without their
   // result: call this after waiting for the device, before using what they brought.
@@ -140,6 +141,11 @@ POISE_API std::optional<Place> place_from_environment();
 // Throws Error on a half-set or contradictory environment, a port in use, a peer that does not
 // come.
 POISE_API std::shared_ptr<Group> from_environment(Options options = {});
+
+// The same with groups for sharding inside blocks of `shard_size` ranks (those of a node), and
+// replication across them; 0 or the number of ranks: one block. Throws Error where it does not
+// divide the ranks.
+POISE_API Ranks ranks_from_environment(int shard_size, Options options = {});
 
 // Rank `rank` of a world of `size` that is not there: counts calls and bytes and checks shapes,
 // moves nothing (each piece of a gather is a copy of `mine`). For layouts of large worlds.

@@ -35,6 +35,7 @@ __all__ = [
     "hybrid",
     "is_initialized",
     "one_rank",
+    "ranks_from_environment",
 ]
 
 _HALF_AN_HOUR = 1800.0
@@ -64,6 +65,11 @@ def from_environment(timeout: float = _HALF_AN_HOUR) -> Group:
     NCCL where every rank has a GPU of its own on its machine, else gloo.
     """
     return _C.from_environment(timeout)
+
+
+def ranks_from_environment(shard_size: int = 0, timeout: float = _HALF_AN_HOUR) -> Ranks:
+    """The same with groups as `hybrid` makes them, without torch.distributed; 0: one group."""
+    return Ranks(*_C.ranks_from_environment(shard_size, timeout))
 
 
 def fake(rank: int, size: int, device: torch.device | str = "cpu") -> Group:

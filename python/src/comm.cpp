@@ -54,6 +54,15 @@ GroupPtr from_environment(double timeout) {
   return dropped_without_gil(comm::from_environment(options_of(timeout)));
 }
 
+// All ranks, the shard group, the replicas; null where there are none.
+std::tuple<GroupPtr, GroupPtr, GroupPtr> ranks_from_environment(int shard_size, double timeout) {
+  auto ranks = comm::ranks_from_environment(shard_size, options_of(timeout));
+  const auto held = [](GroupPtr group) {
+    return group ? dropped_without_gil(std::move(group)) : group;
+  };
+  return {held(std::move(ranks.all)), held(std::move(ranks.shard)), held(std::move(ranks.replica))};
+}
+
 std::vector<py::bytes> all_gather_bytes(Group& group, const py::bytes& data,
                                         const std::string& what) {
   const std::string mine = data;
@@ -120,6 +129,9 @@ void bind_comm(py::module_& module) {
              py::arg("timeout"), WithoutGil(), "Around a process group of torch.distributed.");
   module.def("from_environment", &from_environment, py::arg("timeout"), WithoutGil(),
              "The group that torchrun, Slurm or mpirun started this process for.");
+  module.def("ranks_from_environment", &ranks_from_environment, py::arg("shard_size"),
+             py::arg("timeout"), WithoutGil(),
+             "All of them, those that this one shards with, and its equals in the other groups.");
   module.def("fake_group", &comm::fake, py::arg("rank"), py::arg("size"), py::arg("device"),
              "A rank of a world that is not there.");
 }

@@ -49,6 +49,7 @@ def by_slurm(rank: int, size: int, port: int) -> dict[str, str]:
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
         "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_JOB_ID": str(port),
     }

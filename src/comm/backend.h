@@ -46,6 +46,7 @@ class Backend {
 
   // Scratch for reductions of `bytes`; called between collectives, on the caller's thread.
   virtual void reserve(std::int64_t bytes) {}
+  virtual std::int64_t all_reduce_scratch(std::int64_t bytes) const { return 0; }  // of `bytes`
 
   // From any thread; by default kept here, for a rank without peers.
   virtual void leave_note(const std::string& key, const std::string& text) {

@@ -1,4 +1,6 @@
 // The group that this process was launched for.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
@@ -51,34 +53,74 @@ std::optional<Place> place_from_environment() {
                launch->address, launch->port, launch->store_runs};
 }
 
-std::shared_ptr<Group> from_environment(Options options) {
-  const auto launch = launch_of([](const char* name) { return std::getenv(name); });
-  if (!launch || launch->size == 1) {
-    const int index = launch && launch->local_rank ? *launch->local_rank : 0;
-    const bool gpu = index < nccl_devices();
-    return one_rank(gpu ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index))
-                        : c10::Device(c10::kCPU));
-  }
+namespace {
+
+// The ranks that were launched, once they have met.
+struct Met {
+  Launch launch;
+  c10d_calls::StorePtr store;
+  bool on_gpus = false;  // NCCL only where all have a GPU: the ranks must agree
+};
+
+Met meet_peers(const Launch& launch, std::chrono::milliseconds timeout) {
+  Met met{launch, {}, false};
+  const auto roll = meet_all(launch, timeout, met.store);
+  met.on_gpus = std::count(roll.begin(), roll.end(), "gpu") == launch.size;
+  return met;
+}
+
+// The group of those that share the store's part `name`, as rank `rank` of `size`.
+std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int rank, int size,
+                                  Options options) {
   Peers peers;
-  peers.rank = launch->rank;
-  peers.size = launch->size;
-  const auto roll = meet_all(*launch, options.timeout, peers.store);
+  peers.rank = rank;
+  peers.size = size;
+  if (met.on_gpus) {
+    peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*met.launch.local_rank));
+  }
+  if (size == 1) return one_rank(peers.device);
+  peers.store = met.store;
+  if (!name.empty()) peers.store = c10::make_intrusive<::c10d::PrefixStore>(name, met.store);
   try {
-    // NCCL only where all have a GPU: the ranks must agree.
-    if (std::count(roll.begin(), roll.end(), "gpu") == launch->size) {
-      peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*launch->local_rank));
-      peers.backend =
-          make_nccl(peers.store, launch->rank, launch->size, peers.device, options.timeout);
-    } else {
-      peers.backend =
-          make_gloo(peers.store, launch->rank, launch->size, own_address(*launch), options.timeout);
-    }
+    peers.backend =
+        met.on_gpus ? make_nccl(peers.store, rank, size, peers.device, options.timeout)
+                    : make_gloo(peers.store, rank, size, own_address(met.launch), options.timeout);
   } catch (const c10::Error& error) {
-    lost_store(*launch, error);
+    lost_store(met.launch, error);
   }
   WatchSettings settings;
-  if (launch->rank == 0 && !launch->store_runs) settings.linger = kLinger;
+  if (met.launch.rank == 0 && !met.launch.store_runs) settings.linger = kLinger;
   return group_of(peers, options, settings);
+}
+
+std::shared_ptr<Group> alone(const std::optional<Launch>& launch) {
+  const int index = launch && launch->local_rank ? *launch->local_rank : 0;
+  const bool gpu = index < nccl_devices();
+  return one_rank(gpu ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index))
+                      : c10::Device(c10::kCPU));
+}
+
+}  // namespace
+
+std::shared_ptr<Group> from_environment(Options options) {
+  return ranks_from_environment(0, options).all;
+}
+
+Ranks ranks_from_environment(int shard_size, Options options) {
+  const auto launch = launch_of([](const char* name) { return std::getenv(name); });
+  const int size = launch ? launch->size : 1;
+  if (shard_size < 0 || (shard_size > 0 && size % shard_size != 0)) {
+    fail("comm", "shard groups of ", shard_size, " ranks do not divide the ", size,
+         " ranks; choose a divisor, the ranks of a node for example, or 0 for one group");
+  }
+  if (size == 1) return {alone(launch), {}, {}};
+  const auto met = meet_peers(*launch, options.timeout);
+  Ranks ranks{make_group(met, "", launch->rank, size, options), {}, {}};
+  if (shard_size == 0 || shard_size == size) return ranks;
+  const int block = launch->rank / shard_size, place = launch->rank % shard_size;
+  ranks.shard = make_group(met, join("shard/", block), place, shard_size, options);
+  ranks.replica = make_group(met, join("replica/", place), block, size / shard_size, options);
+  return ranks;
 }
 
 }  // namespace poise::comm

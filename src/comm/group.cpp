@@ -192,7 +192,7 @@ Event Group::all_reduce(at::Tensor values, std::string what) {
   const Call call = my.call(Kind::all_reduce, std::move(what), values);
   check_flat(call, "the tensor", values, my.device);
   check_summable(call, values);
-  my.make_room(call.bytes * my.size);
+  my.make_room(my.backend->all_reduce_scratch(call.bytes));
   return my.submit(
       call, [&backend = *my.backend, values](const Call& c) { backend.all_reduce(c, values); });
 }
@@ -262,6 +262,9 @@ std::optional<std::string> Group::note(const std::string& key) const {
 }
 
 void Group::reserve(std::int64_t bytes) { impl_->make_room(bytes); }
+void Group::reserve_all_reduce(std::int64_t bytes) {
+  impl_->make_room(impl_->backend->all_reduce_scratch(bytes));
+}
 void Group::check() const { impl_->backend->check(); }
 void Group::abort(const std::string& message) noexcept {
   impl_->backend->abort(message);

@@ -20,7 +20,7 @@ constexpr Names kLaunchers[] = {
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
 };
 
 class Reader {
@@ -57,6 +57,16 @@ class Reader {
  private:
   const Environment& environment_;
 };
+
+// The shell that runs a batch script is one process, and rank 0 as Slurm has it; srun alone counts
+// the tasks of a step. Some of Slurm's versions number the shell's own step.
+bool is_slurm_shell(const Reader& read) {
+  const auto step = read.text("SLURM_STEP_ID");
+  if (step == "batch" || step == "interactive" || step == "4294967291" || step == "4294967290") {
+    return true;
+  }
+  return read.text("SLURM_STEP_NUM_TASKS").empty() && read.number("SLURM_PROCID").value_or(0) == 0;
+}
 
 std::string address_of(const Reader& read, const Names& names, int size) {
   std::string address = read.text("MASTER_ADDR");
@@ -110,8 +120,9 @@ std::optional<Launch> launch_of(const Environment& environment) {
   for (const Names& names : kLaunchers) {
     const bool rank_set = !read.text(names.rank).empty();
     const bool size_set = !read.text(names.size).empty();
-    // Slurm sets its number of tasks in a job's shell too, where no rank was started.
-    if (!rank_set && (!size_set || names.rank == std::string("SLURM_PROCID"))) continue;
+    const bool slurm = names.rank == std::string("SLURM_PROCID");
+    if (!rank_set && (!size_set || slurm)) continue;
+    if (slurm && is_slurm_shell(read)) continue;
     Launch launch;
     launch.by = names.rank;
     launch.rank = read.needed(names.rank, names.size);

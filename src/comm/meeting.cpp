@@ -77,8 +77,9 @@ void Meeting::arrive(Lock& lock, int rank) {
   const bool in_time = changed_.wait_for(lock, timeout_, [&] {
     return failure_.has_value() || all_here(phase) || departed_before(phase).has_value();
   });
+  // Where all have read, the collective is over for all, whatever ends the group afterwards.
+  if (all_here(phase) && (!entering || !failure_)) return;
   if (failure_) throw_failure(lock);
-  if (all_here(phase)) return;
   if (in_time) {
     fail_locked(join("[comm] rank ", *departed_before(phase), " left the group while rank ", rank,
                      " was in ", describe(seat.call), "; all ranks must submit the same sequence"));

@@ -20,6 +20,8 @@
 namespace poise::comm {
 namespace {
 
+constexpr std::int64_t kTwoRounds = 16384;  // bytes from which their latency is worth it
+constexpr std::int64_t kLargestElement = 8;
 constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
 
 at::Tensor bytes_of(const at::Tensor& flat) { return flat.variable_data().view(at::kByte); }
@@ -69,16 +71,19 @@ class OnCpu final : public Backend {
 
   void all_reduce(const Call& call, const at::Tensor& values) override {
     run(call, [&] {
+      if (reduces_in_segments(static_cast<std::int64_t>(values.nbytes()))) {
+        reduce_segments(values);
+        return;
+      }
       const auto bytes = bytes_of(values);
       const auto rows = scratch_.narrow(0, 0, size_ * bytes.numel());
       exchange(pieces(rows), copies(bytes));
-      const auto addresses = row_addresses(rows, bytes);
-      if (values.scalar_type() == at::kDouble) {
-        ordered_sum(values.mutable_data_ptr<double>(), addresses, values.numel());
-      } else {
-        ordered_sum(values.mutable_data_ptr<float>(), at::kFloat, addresses, values.numel());
-      }
+      sum_rows(values, row_addresses(rows, bytes));
     });
+  }
+
+  std::int64_t all_reduce_scratch(std::int64_t bytes) const override {
+    return reduces_in_segments(bytes) ? bytes + size_ * kLargestElement : size_ * bytes;
   }
 
   void all_to_all(const Call& call, const at::Tensor& received, const at::Tensor& sent) override {
@@ -203,6 +208,37 @@ class OnCpu final : public Backend {
 
   void exchange(const std::vector<Message>& received, const std::vector<Message>& sent) {
     messages_.exchange(received, sent, tag_ + 1);
+  }
+
+  // What is large goes in two rounds: each rank sums a segment of its own and hands it to the
+  // others. That moves 2 (W-1)/W times the bytes; in one round, all to all, it is W-1 times them.
+  bool reduces_in_segments(std::int64_t bytes) const { return size_ > 2 && bytes >= kTwoRounds; }
+
+  void reduce_segments(const at::Tensor& values) {
+    const auto mine = segment_of(values, rank_);
+    const auto row_bytes = static_cast<std::int64_t>(mine.nbytes());
+    const auto rows = scratch_.narrow(0, 0, size_ * row_bytes);
+    std::vector<Message> segments;  // of the others
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (rank_ + step) % size_;
+      segments.push_back({peer, bytes_of(segment_of(values, peer))});
+    }
+    exchange(pieces(rows), segments);
+    sum_rows(mine, row_addresses(rows, bytes_of(mine)));
+    exchange(segments, copies(bytes_of(mine)));
+  }
+
+  at::Tensor segment_of(const at::Tensor& values, int rank) const {
+    const auto begin = values.numel() * rank / size_;
+    return values.narrow(0, begin, values.numel() * (rank + 1) / size_ - begin);
+  }
+
+  static void sum_rows(const at::Tensor& values, const std::vector<const void*>& rows) {
+    if (values.scalar_type() == at::kDouble) {
+      ordered_sum(values.mutable_data_ptr<double>(), rows, values.numel());
+    } else {
+      ordered_sum(values.mutable_data_ptr<float>(), at::kFloat, rows, values.numel());
+    }
   }
 
   // One message per peer, nearest first, so that not all begin with rank 0.

@@ -65,7 +65,7 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
       largest = std::max(largest, shards.shard(flat) * std::int64_t{sizeof(float)});
     }
     memory::AccountScope scope(ledger, memory::Account::communication);
-    replicas_.reserve(largest * replicas_.size());  // what an all_reduce takes
+    replicas_.reserve_all_reduce(largest);
   }
   // Where the accumulators are: on the host, where they are offloaded.
   auto device = store.parameters().front().device();
@@ -224,7 +224,7 @@ void Gradients::join_replicas() {
     events.push_back(replicas_.all_reduce(store_.gradient_shard(flat),
                                           join("gradients of ", unit, " over replicas")));
   }
-  for (const auto& event : events) event.wait();
+  for (const auto& event : events) following_.wait(event);
 }
 
 void Gradients::make_norms() {

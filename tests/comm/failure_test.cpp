@@ -66,6 +66,16 @@ TEST(Failure, AnotherSizeDtypeOrRootIsNamed) {
   EXPECT_THAT(roots[0], AllOf(HasSubstr("from rank 0"), HasSubstr("from rank 1")));
 }
 
+TEST(Failure, ACollectiveThatAllHaveMadeIsOverWhateverComesAfterwards) {
+  for (int i = 0; i < 300; ++i) {
+    const auto errors = errors_on_ranks(3, [](Group& group) {
+      group.all_gather(floats(12), floats(4), "last").wait();
+      group.abort("no more");
+    });
+    for (const auto& error : errors) ASSERT_EQ(error, "") << i;
+  }
+}
+
 TEST(Failure, AnExceptionOnOneRankReachesTheOthersAtOnce) {
   const Seconds seconds;
   const auto errors = errors_on_ranks(4, [](Group& group) {

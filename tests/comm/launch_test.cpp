@@ -63,6 +63,8 @@ TEST(Launch, ByTorchrun) {
 TEST(Launch, BySlurm) {
   const auto launch = launch_from({{"SLURM_PROCID", "5"},
                                    {"SLURM_NTASKS", "16"},
+                                   {"SLURM_STEP_NUM_TASKS", "16"},
+                                   {"SLURM_STEP_ID", "0"},
                                    {"SLURM_LOCALID", "1"},
                                    {"SLURM_JOB_NODELIST", "gpu[07-10]"},
                                    {"SLURM_JOB_ID", "123456"}});
@@ -73,6 +75,30 @@ TEST(Launch, BySlurm) {
   EXPECT_EQ(launch->address, "gpu07");
   EXPECT_EQ(launch->port, 15000 + 123456 % 15000);
   EXPECT_FALSE(launch->store_runs);
+}
+
+// The script that sbatch runs sees the job's number of tasks, and is one process.
+TEST(Launch, OneProcessInABatchShell) {
+  const Variables shell{{"SLURM_PROCID", "0"},
+                        {"SLURM_LOCALID", "0"},
+                        {"SLURM_NTASKS", "16"},
+                        {"SLURM_JOB_NODELIST", "gpu[07-10]"},
+                        {"SLURM_JOB_ID", "123456"}};
+  EXPECT_EQ(launch_from(shell), std::nullopt);
+  for (const char* step : {"batch", "4294967291", "interactive"}) {
+    auto numbered = shell;
+    numbered["SLURM_STEP_ID"] = step;
+    numbered["SLURM_STEP_NUM_TASKS"] = "16";
+    EXPECT_EQ(launch_from(numbered), std::nullopt) << step;
+  }
+  auto started = shell;  // srun --ntasks 4 inside of it
+  started["SLURM_STEP_ID"] = "3";
+  started["SLURM_STEP_NUM_TASKS"] = "4";
+  ASSERT_TRUE(launch_from(started));
+  EXPECT_EQ(launch_from(started)->size, 4);
+  auto without = shell;
+  without["SLURM_PROCID"] = "1";  // no shell has that
+  EXPECT_THAT(error_from(without), HasSubstr("has SLURM_PROCID but not SLURM_STEP_NUM_TASKS"));
 }
 
 TEST(Launch, ByMpirun) {

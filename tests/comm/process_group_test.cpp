@@ -1,7 +1,9 @@
 // Groups of processes over gloo, made without Python: the bits of the threads group.
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -9,6 +11,7 @@
 
 #include "comm/chain.h"
 #include "comm/make_backend.h"
+#include "comm/process_group.h"
 #include "comm/processes.h"
 #include "comm/rank_values.h"
 #include "poise/comm.h"
@@ -143,7 +146,90 @@ TEST(Rank, DISABLED_WrapsAProcessGroup) {
   }
 }
 
+// Counts what goes through a backend.
+class Counting : public ::c10d::Backend {
+ public:
+  explicit Counting(c10d_calls::BackendPtr inner)
+      : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  const std::string getBackendName() const override { return inner_->getBackendName(); }
+  c10d_calls::WorkPtr send(std::vector<at::Tensor>& tensors, int rank, int tag) override {
+    for (const auto& tensor : tensors) sent += static_cast<std::int64_t>(tensor.nbytes());
+    return inner_->send(tensors, rank, tag);
+  }
+  c10d_calls::WorkPtr recv(std::vector<at::Tensor>& tensors, int rank, int tag) override {
+    return inner_->recv(tensors, rank, tag);
+  }
+  std::int64_t sent = 0;
+
+ private:
+  c10d_calls::BackendPtr inner_;
+};
+
+TEST(Rank, DISABLED_ReducesWithFewBytes) {
+  const int rank = std::atoi(std::getenv("RANK")), size = std::atoi(std::getenv("WORLD_SIZE"));
+  ::c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
+  options.isServer = rank == 0;
+  const auto store = c10::make_intrusive<::c10d::TCPStore>("127.0.0.1", options);
+  const auto counting = c10::make_intrusive<Counting>(
+      make_gloo(store, rank, size, "127.0.0.1", std::chrono::seconds(30)));
+  {
+    const auto group = group_of({counting, store, rank, size}, {}, {});
+    for (const std::int64_t numel : {1000, 50001}) {
+      const auto values = flat_of(values_of(rank, numel, 1));
+      const auto wide = flat_of(values_of(rank, numel, 2), at::kDouble);
+      const auto before = counting->sent;
+      group->all_reduce(values, "values").wait();
+      const auto moved = static_cast<double>(counting->sent - before);
+      EXPECT_TRUE(same_bits(values, sum_in_order(size, numel, at::kFloat, 1))) << numel;
+      group->all_reduce(wide, "wide").wait();
+      auto want = at::zeros({numel}, at::kDouble);
+      for (int r = 0; r < size; ++r) want += flat_of(values_of(r, numel, 2), at::kDouble);
+      EXPECT_TRUE(same_bits(wide, want)) << numel;
+      const double bytes = 4.0 * static_cast<double>(numel), others = size - 1;
+      // Small ones go to all at once; of large ones each rank sums a segment.
+      const double expected =
+          numel == 1000 || size == 2 ? others * bytes : 2 * others / size * bytes;
+      EXPECT_NEAR(moved, expected, 0.01 * expected + 64 * others) << numel << " of " << size;
+    }
+    group->barrier("end");
+  }
+  store->add("over", 1);
+  while (store->add("over", 0) < size) {  // rank 0 holds the store
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+TEST(Rank, DISABLED_ShardsInBlocks) {
+  const auto ranks = ranks_from_environment(2);
+  EXPECT_EQ(ranks.all->size(), 4);
+  EXPECT_EQ(ranks.shard->size(), 2);
+  EXPECT_EQ(ranks.replica->size(), 2);
+  EXPECT_EQ(ranks.all->rank(), 2 * ranks.replica->rank() + ranks.shard->rank());
+  const auto name = std::to_string(ranks.all->rank());
+  const auto block = ranks.shard->all_gather_text(name, "block");
+  const auto first = 2 * ranks.replica->rank();
+  EXPECT_EQ(block, (std::vector{std::to_string(first), std::to_string(first + 1)}));
+  const auto place = ranks.shard->rank();
+  EXPECT_EQ(ranks.replica->all_gather_text(name, "place"),
+            (std::vector{std::to_string(place), std::to_string(place + 2)}));
+  for (const auto& group : {ranks.replica, ranks.shard, ranks.all}) group->barrier("end");
+  try {
+    ranks_from_environment(3);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("shard groups of 3 ranks do not divide the 4 ranks"));
+  }
+}
+
 // From here on: the test's own process.
+
+TEST(ProcessGroup, ReducesWithFewBytes) {
+  run_ranks("ReducesWithFewBytes", 2);
+  run_ranks("ReducesWithFewBytes", 3);
+}
+
+TEST(ProcessGroup, ShardsInBlocks) { run_ranks("ShardsInBlocks", 4); }
 
 TEST(ProcessGroup, HasTheBitsOfThreads) {
   run_ranks("HasTheBitsOfThreads", 2);
