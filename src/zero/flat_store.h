@@ -29,6 +29,9 @@ struct FlatTensors {
   bool own_master = false;  // the master is memory of its own: values are a 16-bit copy
 };
 
+// Throws Error where the parameter has a hook that would never run.
+void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& parameter);
+
 // Stores of what does not lie on the device.
 struct Places {
   std::vector<std::shared_ptr<offload::Store>> masters;  // by flat; null: the device

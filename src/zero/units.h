@@ -78,7 +78,9 @@ class Units : public std::enable_shared_from_this<Units> {
   struct Mark;
   State& state(int unit) { return states_[static_cast<std::size_t>(unit)]; }
 
+  static bool in_backward();
   Tensors mark(int unit, const Tensors& inputs);
+  void watch(int unit, bool marked, const Tensors& outputs);
   void ensure(int unit);
   void submit(int unit);
   void land(int unit);
