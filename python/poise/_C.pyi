@@ -385,6 +385,7 @@ class LoadedState:
     """
     What a load brings back besides the engine's own state.
     """
+    def __repr__(self) -> str: ...
     @property
     def cursor(self) -> int | None: ...
     @property

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "poise/error.h"
 #include "poise/state.h"
 
 namespace py = pybind11;
@@ -17,7 +18,10 @@ void bind_state(py::module_& module) {
       .def_readonly("ranks", &state::Loaded::ranks)
       .def_readonly("cursor", &state::Loaded::cursor)
       .def_readonly("user", &state::Loaded::user)
-      .def_readonly("own", &state::Loaded::own);
+      .def_readonly("own", &state::Loaded::own)
+      .def("__repr__", [](const state::Loaded& loaded) {
+        return join("LoadedState(path=", loaded.path, ", ranks=", loaded.ranks, ")");
+      });
   py::class_<state::Rehearsal>(module, "Rehearsal", "What a save would take.")
       .def_readonly("bytes", &state::Rehearsal::bytes)
       .def_readonly("seconds", &state::Rehearsal::seconds)

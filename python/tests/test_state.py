@@ -60,6 +60,7 @@ def test_resumed_is_unbroken(tmp_path: Path, precision: dict[str, str]) -> None:
 
     resumed = made(1, **precision)
     loaded = resumed.load(tmp_path)
+    assert repr(loaded) == f"LoadedState(path={loaded.path}, ranks=1)"
     assert train(resumed, 3, 7) == want
     for (name, ours), theirs in zip(
         resumed.model.state_dict().items(), unbroken.model.state_dict().values(), strict=True
