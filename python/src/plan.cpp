@@ -254,6 +254,19 @@ void bind_runs(py::module_& module) {
              "Predictions for the rows of a comma-separated table (docs/planner_scores.md).");
 }
 
+py::list known_devices() {
+  py::list all;
+  for (const auto& device : plan::known_devices()) {
+    py::dict entry;
+    entry["name"] = device.name;
+    entry["memory"] = device.memory;
+    entry["half_flops"] = device.half_flops;
+    entry["float_flops"] = device.float_flops;
+    all.append(entry);
+  }
+  return all;
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -261,6 +274,9 @@ void bind_plan(py::module_& module) {
   bind_plans(module);
   bind_job(module);
   bind_runs(module);
+  module.def("known_devices", &known_devices,
+             "Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that "
+             "`poise plan` knows.");
 }
 
 }  // namespace poise::python

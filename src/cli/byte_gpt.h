@@ -70,7 +70,7 @@ class ByteGpt : public torch::nn::Module {
   std::vector<bool> recomputed_;
   std::vector<zero::Unit> units_;  // of the blocks
   std::optional<checkpointing::ActivationOffload> away_;
-  std::vector<bool> saves_away_;  // with away_: by block
+  std::vector<bool> saves_away_;   // with away_: by block
   checkpointing::Options region_;  // of a recomputed block
 };
 

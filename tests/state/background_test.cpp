@@ -279,8 +279,7 @@ TEST(Background, StatesInAFilePassTileByTile) {
   config.offload.directory = ::testing::TempDir();
   config.offload.staging_bytes = 4 << 20;
   config.offload.block_bytes = 64 << 10;
-  const auto weight =
-      test::normal({1 << 20, 12}, 1).to(at::kBFloat16).requires_grad_();
+  const auto weight = test::normal({1 << 20, 12}, 1).to(at::kBFloat16).requires_grad_();
   Engine engine({{{"w", weight}}, {}, {}}, config);
   const auto loss = [&](std::size_t) { return Loss::sum(weight.sum(), 1); };
   const auto before = engine.step(1, loss);
