@@ -67,6 +67,7 @@ __all__: list[str] = [
     "plan_search",
     "plan_settings",
     "predict_runs",
+    "ranks_from_environment",
     "recompute",
     "recomputed_units",
     "recomputing",
@@ -642,7 +643,7 @@ class ForwardScope:
     A `with` block that a forward runs in.
     """
     def __enter__(self) -> None: ...
-    def __exit__(self, *args) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
 
 class Unit:
     """
@@ -872,6 +873,13 @@ def plan_settings(found: PlanFound, units: collections.abc.Sequence[str]) -> str
 def predict_runs(table: str) -> list[RunPrediction]:
     """
     Predictions for the rows of a comma-separated table (docs/planner_scores.md).
+    """
+
+def ranks_from_environment(
+    shard_size: typing.SupportsInt, timeout: typing.SupportsFloat
+) -> tuple[Group, Group, Group]:
+    """
+    All of them, those that this one shards with, and its equals in the other groups.
     """
 
 def recompute(

@@ -27,6 +27,22 @@ TEST(ParamTable, PlacesStartAtMultiplesOf256AndUnitsComeFirst) {
   EXPECT_EQ(table.units(), (std::vector<std::string>{"a", "b", "rest"}));
 }
 
+TEST(ParamTable, WhatIsUsedOutsideOfItsUnitLivesInTheRest) {
+  auto view = two_units();
+  const auto tied = view.parameters[1].tensor;  // a.w
+  view.parameters.push_back({"head.w", tied});
+  const ParamTable table(view);
+  EXPECT_EQ(table.find("head.w"), table.find("a.w"));
+  EXPECT_EQ(table.entries()[static_cast<std::size_t>(table.find("a.w"))].unit, table.rest_unit());
+  EXPECT_EQ(table.needs(0), (std::vector<int>{0, table.rest_unit()}));
+  EXPECT_EQ(table.needs(1), std::vector<int>{1});
+  // A name that another unit lists is no use outside.
+  view.units[1].parameters.push_back("head.w");
+  const ParamTable between(view);
+  EXPECT_EQ(between.entries()[static_cast<std::size_t>(between.find("a.w"))].unit, 0);
+  EXPECT_EQ(between.needs(1), (std::vector<int>{0, 1}));
+}
+
 TEST(ParamTable, HashSeesEveryDifference) {
   const ParamTable table(two_units());
   EXPECT_EQ(table.hash(), ParamTable(two_units()).hash());
