@@ -144,12 +144,12 @@ TEST(Offload, AModelOfSeveralTimesTheBudgetTrainsInsideIt) {
   }
 }
 
+std::vector<at::Tensor> large(int update) {
+  return {normal({256, Stack::kWidth}, 77u + static_cast<unsigned>(update))};
+}
+
 TEST(Offload, ActivationsLeaveTheDeviceUntilBackward) {
   TempDir folder;
-  const auto large = [](int update) {
-    return std::vector<at::Tensor>{
-        normal({256, Stack::kWidth}, 77u + static_cast<unsigned>(update))};
-  };
   const auto train = [&](const Config& config, Stack& model) {
     Engine engine(model.view(), config);
     StepResult result;
