@@ -14,6 +14,7 @@ import typing
 
 __all__: list[str] = [
     "AccountBlock",
+    "ActivationScope",
     "Bug",
     "ByteCorpus",
     "Config",
@@ -31,13 +32,13 @@ __all__: list[str] = [
     "OptimizerFlats",
     "Permutation",
     "Place",
-    "Rehearsal",
     "PlanAnswer",
     "PlanFound",
     "PlanJob",
     "PlanLever",
     "PlanLink",
     "PlanTraced",
+    "Rehearsal",
     "RunPrediction",
     "Sampler",
     "Snapshot",
@@ -408,6 +409,7 @@ class Rehearsal:
     def free_bytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+
 class PlanLink:
     """
     One step of a model's forward: embedding, block or head.
@@ -645,6 +647,13 @@ class ForwardScope:
     def __enter__(self) -> None: ...
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
 
+class ActivationScope:
+    """
+    A `with` block whose saved tensors wait away from the device.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args) -> None: ...
+
 class Unit:
     """
     Runs a block while its parameters are whole.
@@ -674,6 +683,7 @@ class Engine:
         replica: Group = None,
         materialize: collections.abc.Callable | None = None,
     ) -> None: ...
+    def activation_scope(self) -> ActivationScope: ...
     def backward(self, loss: tuple) -> None: ...
     def begin_update(self) -> None: ...
     def begin_window(self, counts: collections.abc.Sequence[typing.SupportsFloat]) -> None: ...
