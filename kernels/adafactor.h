@@ -47,7 +47,7 @@ struct FactoredSegment {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   double lr = 0;           // over the clipping of the step
-  double keep = 1;         // 1 - lr x weight decay
+  double decay = 0;        // lr x weight decay
   std::int64_t first = 0;  // place of element `begin` in its parameter, in memory order
   FactorLayout layout;
 };
@@ -99,13 +99,13 @@ POISE_BODY FactorRun run_at(const FactorLayout& layout, std::int64_t place) {
 struct FactoredConstants {
   float factor;
   float lr;
-  float keep;
+  float decay;
   bool has_columns;
 };
 
 POISE_BODY FactoredConstants factored_constants(const FactoredSegment& segment, double factor) {
   return {static_cast<float>(factor), static_cast<float>(segment.lr),
-          static_cast<float>(segment.keep), segment.layout.num_columns > 0};
+          static_cast<float>(segment.decay), segment.layout.num_columns > 0};
 }
 
 POISE_BODY float factored_step(float gradient, float row, float column,
@@ -114,7 +114,8 @@ POISE_BODY float factored_step(float gradient, float row, float column,
 }
 
 POISE_BODY float adafactor_body(float master, float step, const FactoredConstants& constants) {
-  return master * constants.keep - constants.lr * step;
+  // Not master x (1 - decay): that factor, rounded, would be off in the same way at every update.
+  return master - (constants.decay * master + constants.lr * step);
 }
 
 }  // namespace poise::kernels

@@ -157,7 +157,7 @@ void Adafactor::apply(Span& span, const std::vector<GroupSettings>& groups, std:
     double lr = group.lr;
     if (scale_parameter_) lr *= std::max(eps_scale_, weights[index] / root);
     segments[s].lr = lr / std::max(1.0, steps[index] / root / clip_threshold_);
-    segments[s].keep = 1 - lr * group.weight_decay;
+    segments[s].decay = lr * group.weight_decay;
   }
   kernels::adafactor(launch_for(span.master.device()), arrays_of(span, made.factors),
                      segments.data(), static_cast<std::int64_t>(segments.size()), factor);

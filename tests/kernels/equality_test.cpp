@@ -290,7 +290,7 @@ TEST_P(Equality, AdafactorAndItsSums) {
     segment.end = shape.end;
     segment.first = shape.first;
     segment.lr = 0.1;
-    segment.keep = 0.99;
+    segment.decay = 0.01;
     segment.layout = factor_layout(shape.sizes.data(), shape.strides.data(),
                                    static_cast<int>(shape.sizes.size()), factors);
     factors += segment.layout.num_rows + segment.layout.num_columns;
