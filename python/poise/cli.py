@@ -44,6 +44,10 @@ def _run(arguments: list[str]) -> int:
         status = _train(arguments[1:])
         if status is not None:
             return status
+    if command == "plan":
+        status = _plan(arguments[1:])
+        if status is not None:
+            return status
     from poise import _C
 
     status = int(_C.cli_run(["poise", *arguments]))
@@ -74,6 +78,20 @@ def _train(arguments: list[str]) -> int | None:
     from poise import train_command
 
     return train_command.train(file, given.json)
+
+
+def _plan(arguments: list[str]) -> int | None:
+    """Plans a file with model.import; None: all else, wrong arguments too."""
+    if not any(argument.endswith(".json") for argument in arguments):
+        return None
+    from poise import plan_command, run_file
+
+    try:
+        given = plan_command.arguments_of(arguments)
+    except plan_command.WrongArguments:
+        return None
+    file = run_file.read(given.file)
+    return None if file is None else plan_command.plan(file, given)
 
 
 class _WrongArguments(Exception):

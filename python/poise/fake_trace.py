@@ -258,6 +258,9 @@ class _Counter(TorchDispatchMode):
         for tensor in outputs:
             made += self._count(tensor)
         packet = getattr(func, "_overloadpacket", None)
+        if packet is torch.ops.aten.convolution_backward:
+            # Copies in the layout of the kernels: not made where tensors have no memory.
+            self._peak = max(self._peak, self._now + _bytes(args[0]) + _bytes(args[1]))
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self._flops += _attention_flops(args[0], args[1])
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:

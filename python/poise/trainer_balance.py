@@ -159,6 +159,16 @@ def compared(found: balance.Balance, result: StepResult) -> list[str]:
         f"  plan: peak {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
         f"({measured / predicted - 1:+.1%})",
         f"        {', '.join(accounts)}",
+        *_seconds_compared(found.chosen.seconds, result.forward_seconds + result.backward_seconds),
+    ]
+
+
+def _seconds_compared(predicted: float, measured: float) -> list[str]:
+    if predicted <= 0 or measured <= 0:
+        return []
+    return [
+        f"        forward and backward {predicted:.3g} s predicted, {measured:.3g} s measured "
+        f"({measured / predicted - 1:+.0%}; a first update warms up)"
     ]
 
 

@@ -465,3 +465,15 @@ def test_the_largest_micro_batch_that_fits_is_run_too(monkeypatch):
         engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9
     )
     assert sorted(set(sizes)) == [1, 2, 4]
+
+
+def test_seconds_are_compared_with_what_they_were():
+    model = Net()
+    engine = engine_of(model)
+    found = balance.find(engine, batch_of, call(model), samples=4, budget=1 << 30)
+    chosen = found.chosen
+    result = engine.step([batch_of(chosen.micro_batch)] * chosen.accumulation, call(model))
+    lines = trainer_balance.compared(found, result)
+    assert lines[0].startswith("  plan: peak ")
+    seconds = result.forward_seconds + result.backward_seconds
+    assert f"{chosen.seconds:.3g} s predicted, {seconds:.3g} s measured" in lines[2]

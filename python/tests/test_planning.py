@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import poise
 import pytest
 import torch
-from poise import fake_trace
+from poise import cli, fake_trace
 from poise.models.byte_gpt import ByteGPT
 from torch import nn
 
@@ -315,3 +317,60 @@ def test_blocks_that_run_twice_are_recomputed_all_or_none(share):
     measured = measured_peak(model, lambda n: x[:n], lambda b: model(b).mean(), answer.best)
     # A recomputed forward puts the generator's state (5 KB) back after it.
     assert measured == pytest.approx(answer.best.peak_bytes, abs=8192)
+
+
+FUNCTION = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x, labels):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+def build(width):
+    rows = [{"x": torch.randn(8), "labels": torch.tensor(1)} for _ in range(32)]
+    return Net(width), rows
+"""
+
+
+def plan_of(tmp_path, capsys, *arguments, **sections):
+    (tmp_path / "planned_net.py").write_text(FUNCTION)
+    path = tmp_path / "run.json"
+    model = {"import": "planned_net:build", "width": 64}
+    path.write_text(json.dumps({"model": model, "batch": {"global_batch_size": 16}, **sections}))
+    code = cli.main(["plan", str(path), *arguments])
+    return code, capsys.readouterr()
+
+
+def test_a_model_of_python_in_a_run_file(tmp_path, capsys):
+    code, printed = plan_of(tmp_path, capsys, "--json")
+    answer = json.loads(printed.out)
+    assert code == 0 and answer["fits"] and answer["traced_by"] == "fake tensors"
+    best = answer["best"]
+    assert best["micro_batch"] * best["accumulation"] == 16
+    # 8 x 64, 4 of 64 x 64 and 64 x 3, each with its vector, each padded to 256: 16 bytes each.
+    elements = 512 + 256 + 4 * (4096 + 256) + 256 + 256
+    assert sum(best["held"].values()) == 16 * elements
+    assert answer["moments"][0]["moment"] == "forward of the embedding"
+    code, printed = plan_of(tmp_path, capsys, memory={"budget_bytes": 16 * elements})
+    assert code == 1
+    assert "are missing, most of the need is optimizer" in printed.out
+    assert "the same training: optimizer states on the host" in printed.out
+    code, printed = plan_of(tmp_path, capsys, "--gpus", "4xA100-40GB", "--price", "1.5")
+    assert code == 0 and f"{4 * 1.5 * 730:.0f} a month" in printed.out
+
+
+def test_what_a_model_of_python_cannot_be_planned_with_is_said(tmp_path, capsys):
+    code, printed = plan_of(tmp_path, capsys, offload={"gradients": "host"})
+    assert code == 1 and "poise.plan(..., offload=...) instead" in printed.err
+    code, printed = plan_of(tmp_path, capsys, "--gpus", "3xA100-40GB")
+    assert code == 1 and "the nearest that are: 15 and 18" in printed.err

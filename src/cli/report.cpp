@@ -140,14 +140,15 @@ void Report::write_update(const StepResult& result) {
   logged_updates_ = 0;
 }
 
-void Report::compared(const plan::Memory& predicted, std::int64_t peak,
-                      const plan::Accounts& measured) {
-  for (const auto& text : compare(predicted, peak, measured)) line(text);
+void Report::compared(const plan::Plan& predicted, const StepResult& measured) {
+  for (const auto& text : compare(predicted, measured)) line(text);
   metrics_.write({{"step", updates_},
-                  {"predicted_peak_bytes", predicted.peak},
-                  {"peak_bytes", peak},
-                  {"predicted_accounts", accounts_json(predicted.at_peak)},
-                  {"accounts", accounts_json(measured)}});
+                  {"predicted_peak_bytes", predicted.memory.peak},
+                  {"peak_bytes", measured.peak_bytes},
+                  {"predicted_accounts", accounts_json(predicted.memory.at_peak)},
+                  {"accounts", accounts_json(measured.accounts)},
+                  {"predicted_seconds", predicted.time.total},
+                  {"seconds", measured.total_seconds}});
 }
 
 void Report::validation(double loss) {

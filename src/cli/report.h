@@ -24,9 +24,8 @@ class Report {
   Report& operator=(const Report&) = delete;
 
   void banner(const std::vector<std::string>& lines);
-  void update(const StepResult& result, double seconds);  // seconds: data and step
-  void compared(const plan::Memory& predicted, std::int64_t peak,
-                const plan::Accounts& measured);  // after the first update
+  void update(const StepResult& result, double seconds);                   // seconds: data and step
+  void compared(const plan::Plan& predicted, const StepResult& measured);  // after the first update
   void validation(double loss);
   void sample(const std::string& prompt, const std::string& text);
   void note(const std::string& line);

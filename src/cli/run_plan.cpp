@@ -157,19 +157,23 @@ Balance find_balance(const Config& config, int ranks) {
   return found;
 }
 
-std::vector<std::string> compare(const plan::Memory& predicted, std::int64_t peak,
-                                 const plan::Accounts& measured) {
-  std::vector<std::string> lines{join("  plan: peak ", format_bytes(predicted.peak), " predicted, ",
-                                      format_bytes(peak), " measured (",
-                                      percent(predicted.peak, peak), ")")};
+std::vector<std::string> compare(const plan::Plan& predicted, const StepResult& measured) {
+  const auto& bytes = predicted.memory;
+  std::vector<std::string> lines{join("  plan: peak ", format_bytes(bytes.peak), " predicted, ",
+                                      format_bytes(measured.peak_bytes), " measured (",
+                                      percent(bytes.peak, measured.peak_bytes), ")")};
   std::string accounts;
-  for (std::size_t i = 0; i < measured.size(); ++i) {
-    if (predicted.at_peak[i] == 0 && measured[i] == 0) continue;
+  for (std::size_t i = 0; i < bytes.at_peak.size(); ++i) {
+    if (bytes.at_peak[i] == 0 && measured.accounts[i] == 0) continue;
     accounts +=
         join(accounts.empty() ? "        " : ", ", memory::name_of(static_cast<memory::Account>(i)),
-             " ", format_bytes(predicted.at_peak[i]), " / ", format_bytes(measured[i]));
+             " ", format_bytes(bytes.at_peak[i]), " / ", format_bytes(measured.accounts[i]));
   }
   lines.push_back(accounts);
+  char seconds[128];
+  std::snprintf(seconds, sizeof seconds, "        an update %.3g s predicted, %.3g s measured",
+                predicted.time.total, measured.total_seconds);
+  lines.push_back(seconds);
   return lines;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "poise/config.h"
+#include "poise/core.h"
 #include "poise/plan.h"
 
 namespace poise::cli {
@@ -28,8 +29,7 @@ struct Balance {
 // budget, with the smallest that would do (memory.on_misfit warn: takes the smallest plan instead).
 Balance find_balance(const Config& config, int ranks);
 
-// "plan  peak 20.1 MiB predicted, 20.1 MiB measured (+0.0%)", and the accounts that differ.
-std::vector<std::string> compare(const plan::Memory& predicted, std::int64_t peak,
-                                 const plan::Accounts& measured);
+// "plan  peak 20.1 MiB predicted, 20.1 MiB measured (+0.0%)", the accounts, and the seconds.
+std::vector<std::string> compare(const plan::Plan& predicted, const StepResult& measured);
 
 }  // namespace poise::cli

@@ -176,7 +176,7 @@ void Run::loop() {
     state_->close_window();
     report_.update(result, std::chrono::duration<double>(Clock::now() - begin).count());
     if (number == 1 && !balance_.lines.empty()) {
-      report_.compared(balance_.plan.memory, result.peak_bytes, result.accounts);
+      report_.compared(balance_.plan, result);
     }
     if (trace.after(number)) report_.note("  trace written to " + trace.path());
     const auto every = config_.train.validate_every;

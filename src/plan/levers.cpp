@@ -78,8 +78,8 @@ class Pulled {
     }
     if (widths_.moments == 8) {
       auto w = widths_;
-      w.moments = 2;
-      with("moments in 8 bits", "an optimizer with 8-bit states (poise has none)", w);
+      w.moments = 2 * (1 + 4.0 / 256);  // a scale for each 256 elements
+      with("moments in 8 bits", "optimizer.moments: 8bit", w);
     }
     if (widths_.parameter == 4) {
       pull("parameters in 16 bits, with masters", "precision.parameters: bf16", true, [](Job& job) {

@@ -34,6 +34,17 @@ double deepspeed_bytes(const DeepSpeed& r) {
 
 double loss_bytes(double logits, bool fused) { return (fused ? 4 : 20) * logits; }
 
+double buffered_bytes(const BufferedGpt& m, double tokens) {
+  // Of a block: norm, qkv, attention, both residuals, norm, first half of the MLP.
+  const double block = (1 + 3 + 1 + 1 + 1 + 4 + 1) * m.width;
+  // Shared by all: embedding, last norm, GELU's output and scratch of one and of four widths;
+  // logits.
+  const double shared = (1 + 1 + 4 + 1 + 4) * m.width + m.vocabulary;
+  // In fp32: attention's sums, means and deviations of all norms, losses.
+  const double statistics = m.layers * (m.heads + 4) + 2 + 1;
+  return tokens * (2 * (m.layers * block + shared) + 4 * statistics);
+}
+
 double selective_flops(double model_flops, double batch, double layers, double sequence,
                        double width) {
   return model_flops + 12 * batch * layers * sequence * sequence * width;

@@ -32,6 +32,12 @@ double deepspeed_bytes(const DeepSpeed& run);
 // Peak of cross-entropy on fp32 logits: five copies, or in place.
 double loss_bytes(double logits, bool fused);
 
+// Activations of a GPT that llm.c trains: every buffer it allocates, GELU made again in backward.
+struct BufferedGpt {
+  double layers, width, heads, vocabulary;
+};
+double buffered_bytes(const BufferedGpt& model, double tokens);
+
 // Model FLOPs plus attention's that selective recomputation runs again, as its authors count them.
 double selective_flops(double model_flops, double batch, double layers, double sequence,
                        double width);

@@ -138,6 +138,8 @@ TEST_F(Train, TheBalanceIsFoundWithinTheBudget) {
     const auto& compared = lines[1];
     const auto predicted = compared["predicted_peak_bytes"].get<double>();
     EXPECT_NEAR(compared["peak_bytes"].get<double>(), predicted, 0.03 * predicted) << budget;
+    EXPECT_GT(compared["predicted_seconds"].get<double>(), 0);
+    EXPECT_GT(compared["seconds"].get<double>(), 0);
     const auto& summary = lines.back();
     EXPECT_LE(summary["peak_bytes"], budget);
     EXPECT_LE(summary["micro_batch"], last_micro_batch) << budget;

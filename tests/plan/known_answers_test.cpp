@@ -288,6 +288,13 @@ TEST(KnownAnswers, ComponentsOfARun) {
   }
 }
 
+// The same run's activations: the log prints whole MiB, of a micro-batch of 56 and of one sequence.
+TEST(KnownAnswers, ActivationsOfARun) {
+  const theory::BufferedGpt gpt2{.layers = 12, .width = 768, .heads = 12, .vocabulary = 50304};
+  EXPECT_EQ(std::floor(theory::buffered_bytes(gpt2, 56 * 1024) / (1 << 20)), 18564);
+  EXPECT_EQ(std::floor(theory::buffered_bytes(gpt2, 1024) / (1 << 20)), 331);
+}
+
 TEST(KnownAnswers, PeaksOfLosses) {
   for (const auto& c : cases("loss_peaks")) {
     const double logits = c.number("tokens") * c.number("vocabulary");
