@@ -33,6 +33,11 @@ MOMENTS = {
 def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """The engine's moments and number of updates into optimizer.state; all ranks get whole ones."""
     kind = kind_of(optimizer)
+    if kind not in MOMENTS:
+        raise Error(
+            f"[engine] the moments of {kind} are kept in another form than torch's; save with "
+            "engine.save() instead"
+        )
     for parameter in _trained_by(optimizer) if engine.updates else ():
         moments = [moment.clone() for moment in engine.moments(parameter)]
         optimizer.state[parameter] = dict(zip(MOMENTS[kind], moments, strict=False))

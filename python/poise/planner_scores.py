@@ -114,9 +114,11 @@ _INTRODUCTION = (
     "Made by `python -m poise.planner_scores > docs/planner_scores.md`. Published runs of other frameworks",
     "(tests/plan/cases/runs, sources in tests/plan/cases/README.md) predicted by `poise plan --runs` from their",
     "shape, layout and precision: the bytes that blocks keep and take are counted as in our own plans",
-    "([planner.md](planner.md)), with tensor and pipeline parallelism added. Nothing is fitted to a run's memory but",
-    "what its meter adds; times have one constant for each kind of device. Only runs whose table gives enough to",
-    "predict from and whose figure is fit to be held against (columns mem_use and time_use) are counted.",
+    "([planner.md](planner.md)), with tensor and pipeline parallelism added. One offset for each meter and one constant",
+    "for each kind of device are fitted. What each framework keeps, the cost of starting an operator, the gain of fp8",
+    "and the buffers of a communicator were chosen with these runs in sight: expect others to be met less well. Only",
+    "runs whose table gives enough to predict from and whose figure is fit to be held against (columns mem_use and",
+    "time_use) are counted.",
     "",
 )
 

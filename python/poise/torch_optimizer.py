@@ -19,7 +19,7 @@ from torch import nn
 
 from poise import optimizer_state
 from poise._C import Error
-from poise.torch_settings import check_groups, check_unchanged, fixed_options
+from poise.torch_settings import check_groups, check_unchanged, fixed_options, kind_of
 
 if TYPE_CHECKING:
     from poise.engine import Engine
@@ -91,7 +91,7 @@ class HandedOver:
             [(float(group["lr"]), float(group["weight_decay"])) for group in groups],
             beta1=float(beta1),
             beta2=float(beta2),
-            eps=1e-8 if self._kind == "adafactor" else float(first.get("eps", 1e-8)),
+            eps=1e-8 if kind_of(self.optimizer) == "adafactor" else float(first.get("eps", 1e-8)),
             momentum=float(first.get("momentum", 0.0)),
         )
 
