@@ -15,7 +15,7 @@ class OffloadedForward(UnitForward):
     """Stands in for a module's forward, inside the one that gathers its unit."""
 
     def __init__(self, module: nn.Module, scope: _C.ActivationScope) -> None:
-        super().__init__(module, _C.Unit())
+        super().__init__(module, unit=None)
         self._scope = scope
 
     # A compiler around it would move what is saved out of the scope.

@@ -16,6 +16,7 @@ from poise import (
     banner,
     checkpointing,
     evaluation,
+    generators,
     imported,
     model_view,
     ranks,
@@ -142,6 +143,7 @@ class _Run:
             )
         self._engine = Engine(self._model, self._file.config)
         self._model.train()
+        random = generators.Snapshot()  # the run draws as if nothing had been tried
         sample = next(self._data.windows)[0]  # of one sample
 
         def batch_of(size: int) -> Any:
@@ -160,8 +162,10 @@ class _Run:
                 self._engine, None, self._call, lambda: self._loss(sample), samples
             ),
         )
+        random.restore()
         chosen = self._found.chosen
         batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
+        self._engine.set_accumulation(self._accumulation)
         settings["checkpointing"] = self._engine.checkpointing
         self._report.balanced(chosen.accumulation)
         self._data = run_data.of_run(made, settings, self._accumulation, self._file.given)

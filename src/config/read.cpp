@@ -4,6 +4,7 @@
 #include <fstream>
 #include <set>
 #include <sstream>
+#include <utility>
 
 #include "config/schema.h"
 #include "core/nearest_name.h"
@@ -127,6 +128,13 @@ std::string shown(const Json& value) {
   return shown(value.dump(-1, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace));
 }
 
+// What other tools call it, where that is far from what it is called here.
+constexpr std::pair<const char*, const char*> kElsewhere[] = {
+    {"optimizer.learning_rate", "optimizer.lr"},
+    {"batch.gradient_accumulation_steps", "batch.accumulation"},
+    {"batch.train_batch_size", "batch.global_batch_size"},
+};
+
 void fail_unknown(const std::string& path, const std::vector<std::string>& known) {
   // A key in the wrong section is likelier than a long chain of typing errors: exact last parts
   // first.
@@ -134,7 +142,15 @@ void fail_unknown(const std::string& path, const std::vector<std::string>& known
   for (const auto& candidate : known) {
     if (last_part(candidate) == last_part(path)) nearest = candidate;
   }
-  if (nearest.empty()) nearest = nearest_name(path.substr(0, 64), known);
+  auto names = known;
+  for (const auto& [theirs, ours] : kElsewhere) {
+    const bool is_known = std::find(known.begin(), known.end(), ours) != known.end();
+    if (is_known) names.emplace_back(theirs);
+  }
+  if (nearest.empty()) nearest = nearest_name(path.substr(0, 64), names);
+  for (const auto& [theirs, ours] : kElsewhere) {
+    if (nearest == theirs) nearest = ours;
+  }
   fail("config", "unknown key ", shown(path), "; the nearest known one is ", nearest,
        " (`poise config --reference` lists all)");
 }

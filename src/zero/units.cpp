@@ -180,6 +180,10 @@ void Units::end_micro_batch() {
 
 void Units::end_window() {
   let_rest_go();
+  // A rank that followed to the end waits for one more micro-batch: what an evaluation gathers now
+  // must not count as that.
+  recording_ = false;
+  gathered_.clear();
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
     if (states_[unit].forward_claims == 0) release(static_cast<int>(unit));
   }
