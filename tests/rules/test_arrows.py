@@ -51,7 +51,15 @@ DOORS = {
     # Text only; unknown keys name the nearest known one, as unknown parameters do.
     ("config", "src/core/nearest_name.h"),
 }
-BASE = {"error.h", "export.h", "log.h", "interrupt.h", "out_of_memory.h", "memory_accounts.h", "version.h"}
+BASE = {
+    "error.h",
+    "export.h",
+    "log.h",
+    "interrupt.h",
+    "out_of_memory.h",
+    "memory_accounts.h",
+    "version.h",
+}
 FURTHER_DOORS = {"stream.h": "core", "model_files.h": "state"}  # rooms with two doors
 TORCH_FREE = ("base", "config", "kernels", "plan")
 TORCH = ("ATen/", "torch/", "c10/", "caffe2/")
