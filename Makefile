@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .SILENT:
-.PHONY: help setup build test test-packaging demo bench stubs lint format clean
+.PHONY: help setup setup-tests build test test-packaging demo bench stubs lint format clean
 
 # The base folder makes ccache's paths relative: another build folder or clone finds the same objects.
 export CCACHE_BASEDIR := $(CURDIR)
@@ -25,6 +25,10 @@ help:
 setup:
 	setup/prepare.sh
 
+# Before `setup`, so that one list and one price are shown.
+setup-tests:
+	setup/prepare.sh tests
+
 build: setup
 	$(environment)
 	SECONDS=0
@@ -32,7 +36,7 @@ build: setup
 	cmake --build --preset $(PRESET) --parallel $(JOBS)
 	echo "build: ready in $$SECONDS s (build/$(PRESET))"
 
-test: build
+test: setup-tests build
 	$(environment)
 	PRESET=$(PRESET) JOBS=$(JOBS) tests/run.sh
 

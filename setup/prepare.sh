@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes a fresh Debian or Ubuntu machine ready to build and test poise: says what is missing, what
 # it costs, then installs it. Costs a second when nothing is missing. The makefile runs it first.
+# With the word `tests`, also what only the tests use (a browser, a small pretrained model).
 #   YES=1            do not ask
 #   TORCH_INDEX=URL  take the torch wheel from this index (for example a CPU-only one)
 #   PYTHON=python3   the interpreter that a new .venv is made with
@@ -10,6 +11,8 @@ cd "$(dirname "$0")/.."
 torch_low=$(sed -n 's/^set(POISE_TORCH_MIN "\(.*\)").*/\1/p' cmake/torch.cmake)
 torch_high=$(sed -n 's/^set(POISE_TORCH_MAX "\(.*\)").*/\1/p' cmake/torch.cmake)
 base_python=${PYTHON:-python3}
+package_lists=setup/packages.txt
+if [ "${1:-}" = tests ]; then package_lists="$package_lists setup/packages_tests.txt"; fi
 
 stop() { echo "[setup] $*" >&2; exit 1; }
 
@@ -19,7 +22,7 @@ missing_packages() {
   while read -r package only; do  # a second word: of that system alone
     [ -z "$only" ] || grep -q "^ID=$only$" /etc/os-release || continue
     dpkg -s "$package" >/dev/null 2>&1 || echo "$package"
-  done < setup/packages.txt
+  done < <(cat $package_lists)
   command -v "$base_python" >/dev/null || { echo python3 python3-venv python3-dev; return; }
   "$base_python" -c 'import venv, ensurepip' 2>/dev/null || echo python3-venv
   "$base_python" -c 'import os, sys, sysconfig
@@ -54,7 +57,7 @@ packages=
 if command -v dpkg >/dev/null; then
   packages=$(missing_packages | tr '\n' ' ')
 else
-  echo "[setup] no dpkg here: make sure these are installed: $(cut -d' ' -f1 setup/packages.txt | tr '\n' ' ')"
+  echo "[setup] no dpkg here: make sure these are installed: $(cat $package_lists | cut -d' ' -f1 | tr '\n' ' ')"
 fi
 python=$(fitting_python)
 torch=
@@ -68,18 +71,19 @@ elif [ "$python" = "$PWD/.venv/bin/python" ]; then
 fi
 if [ -x "$python" ]; then
   requirements=$("$python" setup/missing.py requirements setup/requirements.txt $wanted | tr '\n' ' ')
-  alone=$("$python" setup/missing.py requirements setup/requirements_alone.txt $wanted | tr '\n' ' ')
+  alone=$("$python" setup/missing.py requirements setup/requirements_tests.txt $wanted | tr '\n' ' ')
 else
   names='s/^\([a-z][^;]*\).*/\1/p'
   requirements=$(sed -n "$names" setup/requirements.txt | sort -u -t= -k1,1 | tr '\n' ' ')
-  alone=$(sed -n "$names" setup/requirements_alone.txt | tr '\n' ' ')
+  alone=$(sed -n "$names" setup/requirements_tests.txt | tr '\n' ' ')
 fi
+[ "${1:-}" = tests ] || alone=
 packages=${packages% } requirements=${requirements% } alone=${alone% }
 
 # 2. What it costs.
 if [ -n "$packages$torch$requirements$alone" ]; then
   echo "poise needs a few things on this machine:"
-  [ -z "$packages" ] || echo "  Debian packages: $packages (up to 280 MB to download, about 1 minute)"
+  [ -z "$packages" ] || echo "  Debian packages: $packages (up to $([ "${1:-}" = tests ] && echo 280 || echo 160) MB to download, about 1 minute)"
   if [ -n "$torch" ]; then
     if [ -n "${TORCH_INDEX:-}" ]; then
       echo "  $torch from TORCH_INDEX into .venv (0.2 GB to download for a CPU wheel, 2.5 GB for a CUDA one)"

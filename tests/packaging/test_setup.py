@@ -27,14 +27,14 @@ def machine(tmp_path):
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
 
-    def run(uid, packages_there, first_on_path="/nowhere", **environment):
+    def run(uid, packages_there, first_on_path="/nowhere", words=(), **environment):
         tool("id", f"echo {uid}")
         tool("dpkg", f"exit {0 if packages_there else 1}")
         for name in ("apt-get", "sudo"):
             tool(name, f'echo {name} "$@" >> {calls}')
         path = f"{tools}:{first_on_path}:{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", tree / "setup" / "prepare.sh"],
+            ["bash", tree / "setup" / "prepare.sh", *words],
             env={**os.environ, "PATH": path, "YES": "0", **environment},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
@@ -74,6 +74,19 @@ def test_root_installs_what_is_missing_and_says_so_first(machine):
     assert done.returncode == 0, done.stderr
     assert "to download" in done.stdout and "minute" in done.stdout
     assert "apt-get update" in calls and "sudo" not in calls
+
+
+def test_what_only_tests_use_is_installed_for_tests_alone(machine):
+    only_tests = (machine.tree / "setup" / "packages_tests.txt").read_text().split()[0]
+    assert only_tests == "chromium"
+    for name in ("packages.txt", "packages_tests.txt"):  # count on every Debian-like system
+        path = machine.tree / "setup" / name
+        path.write_text("\n".join(line.split()[0] for line in path.read_text().splitlines()) + "\n")
+    done, calls = machine(0, packages_there=False, **machine.active)
+    assert done.returncode == 0 and "g++" in calls and only_tests not in calls
+    assert "for tests" not in done.stdout
+    done, calls = machine(0, packages_there=False, words=["tests"], **machine.active)
+    assert done.returncode == 0 and "g++" in calls and only_tests in calls
 
 
 def test_without_torch_the_venv_and_its_price_are_told_first(machine, tmp_path):

@@ -123,6 +123,41 @@ def stages() -> dict[str, float]:
     return _interleaved(steps, repeats=10)
 
 
+def _deepspeed(stage: int) -> Step:
+    """The calls of DeepSpeed's own examples; it divides by the window and clips by itself."""
+    import deepspeed
+
+    net = _Loss(ByteGPT(**SMALL))
+    optimizer = torch.optim.AdamW(net.parameters(), **_adamw_options())
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    window = _window(SMALL["sequence_length"], ACCUMULATION)
+
+    def step() -> None:
+        for batch in window:
+            engine.backward(engine(*batch))
+            engine.step()
+
+    return step
+
+
+def deepspeed_stages() -> dict[str, float]:
+    """DeepSpeed must have made the process group, so it comes first."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    steps = {f"deepspeed{stage}": _deepspeed(stage) for stage in (2, 3)}
+    steps |= {f"stage{stage}": _poise_gpt(stage) for stage in (2, 3)}
+    return _interleaved(steps, repeats=10)
+
+
 class _Tiny(nn.Module):
     """2,000 parameters that cost next to nothing to use."""
 
@@ -189,7 +224,7 @@ def cost() -> dict[str, float]:
 def main(name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    figures = {"stages": stages, "tiny": tiny, "cost": cost}[name]()
+    figures = {"stages": stages, "tiny": tiny, "cost": cost, "deepspeed": deepspeed_stages}[name]()
     dist.barrier()
     if dist.get_rank() == 0:
         print(json.dumps(figures), flush=True)

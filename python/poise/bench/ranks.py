@@ -3,6 +3,7 @@ one run, and what the stages cost in bytes against the formulas."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -21,10 +22,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _measure(name: str, timeout: float = 900) -> dict:
-    """What rank 0 of a two-rank run of poise.bench.rank_worker prints."""
+def _measure(name: str, more: dict[str, str] | None = None, timeout: float = 900) -> dict:
+    """What rank 0 of a two-rank run of poise.bench.rank_worker prints, with `more` environment."""
     environment = {
         **os.environ,
+        **(more or {}),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(RANKS),
@@ -68,6 +70,18 @@ def stages_vs_torch() -> Iterator[dict]:
     yield _ratio("ddp_stage1", replicated, ms["stage1"], 1.0, ms)
     yield _ratio("ddp_stage2", replicated, ms["stage2"], 1.0, ms)
     yield _ratio("fsdp2_stage3", ms["fsdp2"], ms["stage3"], 1.0, ms)
+
+
+def stages_vs_deepspeed() -> Iterator[dict]:
+    """The same GPT and window by DeepSpeed's engine; nothing where DeepSpeed is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        print("deepspeed is not installed: no figure (pip install deepspeed)", file=sys.stderr)
+        return
+    ms = _measure("deepspeed", {"DS_ACCELERATOR": "cpu"})
+    for stage in (2, 3):
+        yield _ratio(
+            f"deepspeed_stage{stage}", ms[f"deepspeed{stage}"], ms[f"stage{stage}"], 1.2, ms
+        )
 
 
 def tiny_stage2() -> Iterator[dict]:
