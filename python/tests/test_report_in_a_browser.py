@@ -12,7 +12,8 @@ from poise import cli
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium on this machine; setup/packages_tests.txt has it for Debian"
+    BROWSER is None,
+    reason="no chromium on this machine; setup/packages_tests.txt has it for Debian",
 )
 WIDTH, HEIGHT = 800, 1600
 SPIKE, SKIPPED = 60, 80

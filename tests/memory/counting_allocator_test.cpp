@@ -7,7 +7,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
+#include <fstream>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +32,36 @@ TEST(CountingAllocator, ComesWithTheFirstLedgerAndGoesWithTheLast) {
   EXPECT_EQ(c10::GetCPUAllocator(), counting);
   second.reset();
   EXPECT_EQ(c10::GetCPUAllocator(), before);
+}
+
+// The kernel's flags of the mapping that holds an address: " rd wr ... hg" where large pages are
+// asked for.
+std::string mapping_flags(const void* data) {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  std::ifstream maps("/proc/self/smaps");
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t begin = 0, end = 0;
+    char dash = 0;
+    std::istringstream range(line);
+    if (range >> std::hex >> begin >> dash >> end && dash == '-') {
+      inside = begin <= address && address < end;
+    } else if (inside && line.starts_with("VmFlags:")) {
+      return line.substr(8) + " ";
+    }
+  }
+  return "";
+}
+
+TEST(CountingAllocator, LargeBlocksAskForLargePages) {
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) {
+    GTEST_SKIP() << "this kernel has no transparent huge pages";
+  }
+  Ledger ledger;
+  AccountScope scope(ledger, Account::other);
+  const auto large = bytes(64 << 20);
+  const auto* middle = large.data_ptr<std::uint8_t>() + large.numel() / 2;
+  EXPECT_NE(mapping_flags(middle).find(" hg "), std::string::npos);
 }
 
 TEST(CountingAllocator, BlocksAreFreedByTheirOwnDeleters) {

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from poise import _C
+from poise.memory import Ledger
 
 LR, BETA1, BETA2, EPS, DECAY, MAX_NORM = 1e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
 BLOCK = 1_000_000  # elements of one of torch's parameters in the 50M case
@@ -54,6 +55,11 @@ class _Ours:
     """One flat with its moments; `ranges` are the parameters' [begin, end) in it."""
 
     def __init__(self, ranges: list[tuple[int, int]], numel: int, low: bool) -> None:
+        with Ledger():  # whose allocator an engine's flats come from: it asks for large pages
+            self._fill(ranges, numel, low)
+        self.step = 0
+
+    def _fill(self, ranges: list[tuple[int, int]], numel: int, low: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         master, gradient = torch.zeros(numel), torch.zeros(numel)
         for begin, end in ranges:
@@ -65,7 +71,6 @@ class _Ours:
             master, gradient, torch.zeros(numel), torch.zeros(numel), self.low
         )
         self.ranges = torch.tensor(ranges, dtype=torch.int64)
-        self.step = 0
 
     def update(self) -> None:
         self.step += 1
