@@ -78,7 +78,16 @@ class MapFeed:
         self._ranks, self._rank = ranks, rank
         split = {} if loader.drop_last else {"ranks": ranks, "rank": rank}
         self._order = _C.Sampler(self.size, seed=seed, shuffle=self._shuffle, **split)
-        self._window_samples = loader.batch_size * accumulation * ranks
+        self._accumulation = accumulation
+
+    @property
+    def _window_samples(self) -> int:
+        return self._batch_size * self._accumulation * self._ranks
+
+    def set_accumulation(self, batches: int) -> bool:
+        """Whether it was another number."""
+        changed, self._accumulation = self._accumulation != batches, batches
+        return changed
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -152,6 +161,11 @@ class LoaderFeed:
         while window := list(itertools.islice(batches, self._accumulation)):
             offset += len(window)
             yield window, offset
+
+    def set_accumulation(self, batches: int) -> bool:
+        """Whether it was another number."""
+        changed, self._accumulation = self._accumulation != batches, batches
+        return changed
 
     def _from(self, offset: int) -> Iterator[Any]:
         source = self._source

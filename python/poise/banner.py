@@ -32,7 +32,7 @@ def banner(
     return [
         f"poise trains {type(getattr(model, '_orig_mod', model)).__name__} on {args.device}",
         f"  micro-batch {micro} x accumulation {accumulation} x ranks {group.size} "
-        f"= global batch {micro * accumulation * group.size}",
+        f"= global batch {micro * accumulation * group.size}{_ramp(args)}",
         f"  {_data(run, examples)}",
         f"  {parameters(model)}; {precision(settings['precision'])}",
         f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
@@ -48,6 +48,15 @@ SHARDED = (
     "optimizer states and gradients are sharded",
     "optimizer states, gradients and parameters are sharded",
 )
+
+
+def _ramp(args: TrainingArguments) -> str:
+    if args.accumulation_ramp_updates == 0:
+        return ""
+    return (
+        f", from accumulation {args.accumulation_ramp_from} on over "
+        f"{args.accumulation_ramp_updates:,} updates"
+    )
 
 
 def _sharding(stage: int, group: Group) -> list[str]:

@@ -213,6 +213,18 @@ class WindowIterator:
         """There are so many in all."""
         self._epochs = epochs
 
+    def set_accumulation(self, batches: int) -> None:
+        """Batches of the windows to come. Data in an order of its own is not read ahead then."""
+        if not self._feed.set_accumulation(batches):
+            return
+        if self._feed.unit == "samples":
+            self.close()  # what was drawn ahead was dealt out for the old windows
+        elif self._prefetch > 0:
+            raise Error(
+                "[data] windows of data with an order of its own are read ahead at their old length; "
+                "set prefetch to 0"
+            )
+
     def close(self) -> None:
         """Stops the reading thread and the workers; the next window starts them again."""
         opened, self._open = self._open, None

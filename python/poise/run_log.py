@@ -265,7 +265,8 @@ class RunLog:
 
     def _samples(self) -> float:
         """About how many: the last micro-batches of an epoch may be smaller."""
-        batches = self.state.global_step * self._args.accumulation * self._args.world_size
+        run, full = self._run, self._args.accumulation * self._args.world_size
+        batches = run.batches_of(self.state.global_step) * full / run.window_of(run.ramp)
         if self._run.batches_per_epoch is not None:
             batches = min(batches, self.state.epoch * self._run.batches_per_epoch)
         return batches * self._args.per_device_train_batch_size
@@ -302,7 +303,8 @@ class RunLog:
     def _passes(self) -> float:
         if self._run.updates_per_epoch is None:
             return 0.0
-        return self._epoch + self._run.part_of_epoch(self.state.global_step - self._epoch_first)
+        first = self._epoch_first
+        return self._epoch + self._run.part_of_epoch(self.state.global_step - first, first)
 
     def _seconds(self) -> float:
         """Since the last line."""

@@ -325,6 +325,8 @@ class Trainer(TrainerEvaluation):
             self._evaluate_and_log(log)
         epoch = None
         while log.state.global_step < log.state.max_steps:
+            if self.args.accumulation_ramp_updates > 0:
+                windows.set_accumulation(self.engine.accumulation)
             saving.before_window()
             window = next(windows, None)
             if window is None:

@@ -25,6 +25,8 @@ def train_windows(
     """This rank's windows of all epochs, without end; a DataLoader keeps its batches."""
     seed = args.seed if args.data_seed is None else args.data_seed
     order: dict[str, Any] = {"accumulation": args.accumulation, "seed": seed, "epochs": None}
+    if args.accumulation_ramp_updates > 0:
+        order["prefetch"] = 0  # windows change their length
     if splits_over(dataset, args) > 1:
         order |= {"ranks": args.world_size, "rank": args.process_index}
     elif args.world_size > 1:

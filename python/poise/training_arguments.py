@@ -49,6 +49,8 @@ class _Arguments:
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     global_batch_size: int | None = None  # samples of one update; accumulation follows from it
+    accumulation_ramp_from: int = 0  # micro-batches of the first update on a rank; 0: no ramp
+    accumulation_ramp_updates: int = 0  # applied updates over which they grow to all of them
     num_train_epochs: float = 3.0
     max_steps: int = -1  # updates; above 0 it decides instead of num_train_epochs
 
@@ -238,6 +240,13 @@ class TrainingArguments(_Arguments):
             return self.gradient_accumulation_steps
         return self.global_batch_size // (self.per_device_train_batch_size * self.world_size)
 
+    def accumulation_at(self, applied: int) -> int:
+        """That of the update after so many applied ones, which a ramp makes smaller."""
+        full, first = self.accumulation, self.accumulation_ramp_from
+        if applied >= self.accumulation_ramp_updates:
+            return full
+        return first + (full - first) * applied // self.accumulation_ramp_updates
+
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
@@ -284,6 +293,8 @@ class TrainingArguments(_Arguments):
             "batch": {
                 "micro_batch_size": self.per_device_train_batch_size,
                 "accumulation": self.accumulation,
+                "ramp_from": self.accumulation_ramp_from,
+                "ramp_updates": self.accumulation_ramp_updates,
             },
             "precision": {"dtype": "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"},
             "optimizer": {
@@ -370,6 +381,7 @@ class TrainingArguments(_Arguments):
         self._check_offload()
         self._check_ranks()
         self._check_global_batch()
+        self._check_ramp()
 
     def _check_best(self) -> None:
         asked = self.load_best_model_at_end or self.save_strategy == "best"
@@ -418,6 +430,24 @@ class TrainingArguments(_Arguments):
             )
         if not self.ddp_timeout > 0:
             raise Error(f"[trainer] ddp_timeout is {self.ddp_timeout}; give seconds above 0")
+
+    def _check_ramp(self) -> None:
+        first, updates = self.accumulation_ramp_from, self.accumulation_ramp_updates
+        if min(first, updates) < 0 or (first > 0) != (updates > 0):
+            raise Error(
+                f"[trainer] accumulation_ramp_from is {first} and accumulation_ramp_updates {updates}; "
+                "a ramp needs both, above 0: where it begins and how many updates it has"
+            )
+        if first > 0 and self.balance_is_open:
+            raise Error(
+                "[trainer] accumulation_ramp_from counts micro-batches, whose size memory_budget and "
+                "global_batch_size leave open; give per_device_train_batch_size"
+            )
+        if first > self.accumulation:
+            raise Error(
+                f"[trainer] accumulation_ramp_from is {first}, more than the {self.accumulation} "
+                "micro-batches of a full update; make it smaller"
+            )
 
     def _check_global_batch(self) -> None:
         total, micro = self.global_batch_size, self.per_device_train_batch_size
