@@ -115,7 +115,8 @@ _INTRODUCTION = (
     "(tests/plan/cases/runs, sources in tests/plan/cases/README.md) predicted by `poise plan --runs` from their",
     "shape, layout and precision: the bytes that blocks keep and take are counted as in our own plans",
     "([planner.md](planner.md)), with tensor and pipeline parallelism added. One offset for each meter and one constant",
-    "for each kind of device are fitted. What each framework keeps, the cost of starting an operator, the gain of fp8",
+    "for each kind of device are fitted. What each framework keeps (fp32 copies, inputs of frozen matrices, gradients of",
+    "frozen parameters, copies of logits, an optimizer's temporaries), the cost of starting an operator, the gain of fp8",
     "and the buffers of a communicator were chosen with these runs in sight: expect others to be met less well. Only",
     "runs whose table gives enough to predict from and whose figure is fit to be held against (columns mem_use and",
     "time_use) are counted.",
@@ -139,8 +140,8 @@ def _constants(found: list[Case]) -> list[str]:
         "What meters add to the allocator's bytes: `allocated`, `active` nothing; `reserved` a tenth of them",
         "(blocks the allocator holds but nobody uses); `nvidia-smi` and its like also 1.5 GiB of context and 1 GiB for",
         "each group of ranks that has a communicator. Where no peak was read what must fit is counted: all that",
-        "without the tenth, which the allocator gives back near the end. Times are the model's over one constant per",
-        "device:",
+        "without the tenth, which the allocator gives back near the end; nor does a device that is nearly full read more",
+        "than it has. Times are the model's over one constant per device:",
         "",
         "| device | constant | runs | median error with it |",
         "|---|---|---|---|",
@@ -192,9 +193,11 @@ def _misses(found: list[Case]) -> list[str]:
 
 
 _REASONS = (
-    "What the model does not know: which loss a framework fused in which version (torchtitan's later runs, nanotron's",
-    "smallest), what keeps gathered inputs whole, how fast a cluster's network was (the BLOOM runs changed theirs twice",
-    "and got 40% faster), loops that wait for the host (deepspeed and gpu-test-page at batch 1, autocast on a V100).",
+    "What the model does not know: how fast a cluster's network was (the BLOOM runs changed theirs twice and got 40%",
+    "faster), what colossalai's SFT with its optimizer on the host holds less of (its preference recipes with the same",
+    "settings are met within 5%), why gpu-test-page is twice as slow as the same shapes elsewhere on each of its devices,",
+    "autocast on a V100. bloom-prequel-0135 ran out of memory, and bloom-prequel-0129, with as many parameters, heads and",
+    "activations on a device, read 65 GiB: no count of bytes tells them apart.",
 )
 
 

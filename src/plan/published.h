@@ -24,8 +24,9 @@ enum class Kept {
 // `device`: what the driver reads. `fits`: what must fit, whoever reads it; near the end the
 // allocator gives back what it only keeps.
 enum class Meter { allocated, active, reserved, device, fits };
-// `fused`: logits and their gradient in the model's type; `in_place`: one of them.
-enum class Head { whole, chunked, fused, in_place, none };
+// `whole`: cross-entropy on fp32 copies of the logits; `plain`: in their own type; `fused`: logits
+// and their gradient alone; `in_place`: one of them.
+enum class Head { whole, plain, chunked, fused, in_place, none };
 
 // One run, per rank where it says so.
 struct Run {
@@ -41,13 +42,28 @@ struct Run {
   bool keeps_gathered = false;
   // Bytes of an element.
   double parameter = 2, gradient = 2, master = 4, moments = 8, compute = 2;
+  double table = 0;       // of embeddings, where blocks are kept in fewer bits; 0: as they are
+  double activation = 0;  // 0: as `compute`
   bool fp8 = false;
   double trained = 1;  // share of the parameters
+  // Frozen parameters lie in one flat with trained ones, so that all of it has gradients.
+  bool frozen_gradients = false;
+  bool joins_once = false;   // whole gradients wait for the last micro-batch, whatever the stage
+  double whole_masters = 0;  // bytes of an element's copy that no stage splits
+  bool keeps_frozen_inputs = false;  // of matrices that do not train
   Kept kept = Kept::all;
   bool fused_attention = false, compiled = false, dropout = false;
+  bool first_flash = false;       // FlashAttention before its second version
+  bool gelu_by_parts = false;     // GELU's tanh form, operation by operation
+  bool broadcasts_parts = false;  // each rank's updated parameters go out one after the other
   bool offloads_optimizer = false, offloads_states = false, offloads_activations = false;
   bool updates_in_backward = false;
+  bool updates_all_at_once = false;  // a root of all second moments exists beside them
   Head head = Head::whole;
+  bool caps_logits = false;  // by a tanh, whose result is kept
+  // Stages of the pipeline have as many FLOPs each, the head's counted, instead of as many blocks.
+  bool balances_stages = false;
+  bool reads_first_stage = false;  // the meter is that of the first stage
   Meter meter = Meter::allocated;
 };
 

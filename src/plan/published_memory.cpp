@@ -11,6 +11,7 @@ constexpr double kGib = 1024.0 * 1024 * 1024;
 // What a caching allocator reserves beyond what is allocated: a tenth (GMLake, ASPLOS 2024,
 // measured 10 to 33% without its remedy).
 constexpr double kReserved = 1.10;
+constexpr double kFull = 0.99;   // of its memory that a device with nothing to spare reads
 constexpr double kBucket = 5e8;  // elements: DeepSpeed's default
 
 double query(const Transformer& m) {
@@ -25,7 +26,7 @@ class Moments {
  public:
   explicit Moments(const Run& r)
       : r_(r),
-        e_(r.compute),
+        e_(r.activation > 0 ? r.activation : r.compute),
         t_(r.tp),
         h_(static_cast<double>(r.model.width)),
         f_(static_cast<double>(r.model.ffn)),
@@ -36,8 +37,12 @@ class Moments {
         outside_(r.sequence_parallel ? t_ : 1) {}
 
   double highest() const {
+    // Where nothing was read, all stages must fit.
+    const bool first = r_.reads_first_stage && r_.meter != Meter::fits;
     double most = 0;
-    for (int stage = 0; stage < r_.pp; ++stage) most = std::max(most, of_stage(stage));
+    for (int stage = 0; stage < (first ? 1 : r_.pp); ++stage) {
+      most = std::max(most, of_stage(stage));
+    }
     return most;
   }
 
@@ -54,18 +59,27 @@ class Moments {
   }
   double table() const { return static_cast<double>(r_.model.vocabulary) * h_ / t_; }
   double blocks(int stage) const {
+    if (r_.balances_stages) {
+      const double all = layers_ + table() / block();
+      const auto until = [&](int stages) {
+        return std::min(layers_, std::ceil(all * stages / r_.pp - 1e-9));
+      };
+      return until(stage + 1) - until(stage);
+    }
     const auto even = std::floor(layers_ / r_.pp);
     const auto more = layers_ - even * r_.pp;
     // Remainders go to the middle.
     return even + (stage > 0 && stage <= more ? 1 : 0);
   }
-  double elements(int stage) const {
-    double all = blocks(stage) * block();
+  // Those of embedding and head.
+  double outer(int stage) const {
+    double all = 0;
     const bool first = stage == 0, last = stage == r_.pp - 1;
     if (first) all += table() + static_cast<double>(r_.model.positions) * h_;
     if (last && (!r_.model.tied || !first)) all += table();
     return all;
   }
+  double elements(int stage) const { return blocks(stage) * block() + outer(stage); }
 
   // ---- what a block keeps, bytes
   double all_kept() const {
@@ -79,7 +93,8 @@ class Moments {
     if (r_.autocast) outside += 2 * e_ * h_;
     double inside = e_ * (2 * q_ + 2 * kv_);
     inside += e_ * f_ * (gated ? (r_.compiled ? 2 : r_.fused_mlp ? 3 : 4) : 2);
-    if (r_.trained < 1) inside -= e_ * f_;  // inputs of frozen matrices are not needed
+    // Inputs of frozen matrices are not needed.
+    if (r_.trained < 1 && !r_.keeps_frozen_inputs) inside -= e_ * f_;
     // Where linear layers keep what they gathered, it is whole.
     const double gathered = r_.keeps_inputs_whole ? 2 * e_ * h_ * (1 - 1 / outside_) : 0;
     return tokens_ * (outside / outside_ + gathered + inside / t_) + scores();
@@ -121,14 +136,25 @@ class Moments {
   double scores_once() const {
     return e_ * tokens_ * r_.sequence * static_cast<double>(r_.model.heads) / t_;
   }
-  // Logits, in fp32, their log-softmax and its gradient.
+  // Logits, which the model's output holds, their log-softmax, its gradient and theirs.
   double head() const {
-    if (r_.head == Head::none) return 0;
     const double logits = tokens_ * static_cast<double>(r_.model.vocabulary) / t_;
-    if (r_.head == Head::in_place) return e_ * logits;
-    if (r_.head == Head::fused) return 2 * e_ * logits;
-    if (r_.head == Head::chunked) return 2 * e_ * logits + 12 * logits / 8;
-    return (e_ < 4 ? e_ + 12 : 12) * logits;
+    const double capped = r_.caps_logits ? e_ * logits : 0;
+    switch (r_.head) {
+      case Head::none:
+        return 0;
+      case Head::in_place:
+        return capped + e_ * logits;
+      case Head::fused:
+        return capped + 2 * e_ * logits;
+      case Head::chunked:
+        return capped + 2 * e_ * logits + 12 * logits / 8;
+      case Head::plain:
+        return capped + 4 * e_ * logits;
+      case Head::whole:
+        return capped + (e_ + 12) * logits;
+    }
+    return 0;
   }
   double in_flight(int stage) const {
     if (r_.pp == 1) return 1;
@@ -139,9 +165,12 @@ class Moments {
   double of_stage(int stage) const {
     const double all = elements(stage), trained = all * r_.trained;
     const auto split = [&](int from) { return r_.stage >= from ? r_.shards : 1; };
-    double held = all * r_.parameter / split(3);
+    const double tables = r_.table > 0 ? outer(stage) : 0;
+    double held = ((all - tables) * r_.parameter + tables * r_.table) / split(3);
     if (!r_.offloads_optimizer) held += trained * (r_.master + r_.moments) / split(1);
-    double gradients = trained * r_.gradient / split(2);
+    double gradients =
+        (r_.frozen_gradients ? all : trained) * r_.gradient / (r_.joins_once ? 1 : split(2));
+    held += trained * r_.whole_masters;
     if (r_.autocast) held += 2 * all;  // its copies of the matrices, kept for the backward
     if (r_.offloads_states) held = gradients = 0;
     if (r_.offloads_optimizer && r_.stage >= 2) gradients = 0;  // each goes out as it is joined
@@ -171,6 +200,7 @@ class Moments {
     if (r_.sharding == Sharding::deepspeed && r_.gradient < 4 && r_.stage < 3) {
       update += 4 * trained / split(1);
     }
+    if (r_.updates_all_at_once) update += trained * r_.moments / 2 / split(1);
     return std::max(most, update);
   }
 
@@ -187,9 +217,13 @@ double meter_offset(const Run& run) {
 }
 
 double peak_bytes(const Run& run) {
-  const double allocated = Moments(run).highest();
+  const double allocated = Moments(run).highest(), offset = meter_offset(run);
   const bool reserved = run.meter == Meter::reserved || run.meter == Meter::device;
-  return allocated * (reserved ? kReserved : 1) + meter_offset(run);
+  if (!reserved) return allocated + offset;
+  // Near the end of its memory the allocator gives back what it only keeps.
+  const auto memory = static_cast<double>(run.device.memory);
+  const double read = allocated * kReserved + offset;
+  return read > memory && allocated + offset <= memory ? kFull * memory : read;
 }
 
 }  // namespace poise::plan::published

@@ -1,5 +1,6 @@
 // Rows of comma-separated tables with quotes, columns by name.
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -73,11 +74,13 @@ Transformer model_of(const Reader& c) {
   return m;
 }
 
+constexpr double kFourBits = 0.55;  // with the scales of their blocks
+
 double width_of(const std::string& dtype, double otherwise) {
   if (dtype.empty()) return otherwise;
   if (dtype == "none") return 0;
   if (dtype.rfind("fp32", 0) == 0) return 4;
-  if (dtype.rfind("nf4", 0) == 0 || dtype.rfind("4-bit", 0) == 0) return 0.55;
+  if (dtype.rfind("nf4", 0) == 0 || dtype.rfind("4-bit", 0) == 0) return kFourBits;
   return 2;
 }
 
@@ -96,6 +99,9 @@ Kept kept_of(const Reader& c) {
   if (ac == "selective:every-2-layers") return Kept::other_blocks;
   if (ac == "selective:gelu recompute") return Kept::no_gelu;
   if (ac.rfind("selective", 0) == 0) return Kept::no_scores;
+  // What a framework's recipes do where the table does not say.
+  const bool usual = c.holds("notes", "block checkpointing") || c.holds("source_repo", "torchtune");
+  if (ac.empty() && usual) return Kept::input;
   return Kept::all;
 }
 
@@ -122,21 +128,85 @@ Meter meter_of(const Reader& c) {
 
 std::string plain(std::string name) {
   std::erase(name, '-');
+  for (char& c : name) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
   return name;
 }
 
-// "A100-80" is A100-80GB, "H200" the H200 there is; an A100 without a memory stays one.
+// "A100-80" is A100-80GB, "A6000-48" RTX-A6000-48GB, "H200" the H200 there is; an A100 without a
+// memory stays one.
 bool find_device(const std::string& name, Device& device) {
   if (name.empty()) return false;
   for (const auto& known : known_devices()) {
     const auto ours = plain(known.name), theirs = plain(name);
     const bool kind = known.name.rfind(name + "-", 0) == 0;
-    if (ours != theirs + "GB" && ours != theirs && !kind) continue;
+    if (ours != theirs + "GB" && ours != theirs && ours != "RTX" + theirs + "GB" && !kind) continue;
     device = known;
     if (kind && name == "A100") device.name = name;
     return true;
   }
   return false;
+}
+
+// The blocks' matrices alone are kept in 4 bits; bitsandbytes' usual preparation keeps all else,
+// and what flows between, in fp32 (PEFT's prepare_model_for_kbit_training).
+void quantized(const Reader& c, Run& r) {
+  const bool prepared = c.text("dtype_params") == "4-bit base";
+  r.parameter = kFourBits;
+  r.table = prepared ? 4 : 2;
+  r.keeps_frozen_inputs = true;  // bitsandbytes' products do
+  if (prepared) r.activation = 4;
+}
+
+void heads_of(const Reader& c, Run& r) {
+  const bool pure = r.parameter == r.compute && c.text("source") == "gpu-test-page";
+  if (pure || r.activation > r.compute) r.head = Head::plain;
+  if (c.holds("notes", "chunked cross entropy") || c.holds("source_repo", "torchtune")) {
+    r.head = Head::chunked;
+  }
+  // Encoders are tuned to classify in such tables.
+  const bool encoder = r.model.name.find("bert") != std::string::npos;
+  if (encoder || c.holds("notes", "no LM logits")) r.head = Head::none;
+  if (c.holds("flash_attn", "own kernels")) r.head = Head::in_place;
+  if (c.holds("source_repo", "llm-foundry")) r.head = Head::fused;
+  // torchtitan compiles the loss, too, since 2025.
+  const bool later = c.holds("source_repo", "torchtitan") && c.holds("source_version", "2025");
+  if (r.compiled && later) r.head = Head::fused;
+  r.caps_logits = c.text("model_family") == "gemma2";
+}
+
+void gradients_of(const Reader& c, Run& r) {
+  const bool first_fsdp = c.text("shard_mode") == "fsdp1";  // flat parameters
+  r.frozen_gradients = first_fsdp && r.trained < 1;
+  // Fabric's no_backward_sync around all micro-batches but the last.
+  r.joins_once = first_fsdp && c.holds("source_repo", "litgpt") && r.accumulation > 1;
+  // nanotron's accumulators make an fp32 copy of every parameter.
+  if (c.holds("source_repo", "nanotron") && r.stage >= 1) r.whole_masters = 4;
+  // torch's AdamW since 2.0, where nobody asks for the fused one.
+  r.updates_all_at_once = c.text("optimizer") == "adamw" && c.text("source") == "gpu-test-page";
+}
+
+// What frameworks do where a table does not say.
+void usual(const Reader& c, Run& r) {
+  if (c.holds("source_repo", "nanotron")) {
+    r.balances_stages = r.pp > 1;
+    r.reads_first_stage = true;
+  }
+  if (c.holds("source_repo", "litgpt")) {
+    r.fused_attention = true;
+    r.dropout = false;
+  }
+  const bool plain = c.text("optimizer").empty() && c.text("dtype_optim").empty();
+  if (c.holds("source_repo", "torchtune") && plain && r.trained == 1 && r.world == 1) {
+    r.moments = 2;  // its recipe for one device: 8 bits, each parameter updated in backward
+    r.updates_in_backward = true;
+  }
+  r.first_flash = c.holds("source_repo", "llm-foundry");
+  r.broadcasts_parts = c.holds("source_repo", "InternEvo");
+  // transformers' own GELU of GPT-2.
+  r.gelu_by_parts =
+      c.holds("source_repo", "DeepSpeedExamples") && r.model.name.rfind("gpt2", 0) == 0;
+  // A chosen and a rejected one.
+  if (c.holds("notes", "twice the micro-batch")) r.micro_batch *= 2;
 }
 
 Row row_of(const Cells& cells) {
@@ -185,6 +255,7 @@ Row row_of(const Cells& cells) {
   r.moments = moments_of(c);
   const auto& tuned = c.text("tuned");
   r.trained = tuned == "full" || tuned.empty() ? 1 : 0.005;
+  if (tuned.rfind("q", 0) == 0) quantized(c, r);
   r.kept = kept_of(c);
   r.fused_attention = c.holds("flash_attn", "yes");
   if (c.text("flash_attn").empty()) r.fused_attention = r.model.mlp == Mlp::gated;
@@ -196,13 +267,14 @@ Row row_of(const Cells& cells) {
   r.offloads_states = c.holds("offload", "params/") || c.holds("offload", "FSDP");
   r.offloads_activations = c.holds("offload", "activations");
   r.updates_in_backward = c.holds("notes", "fused into backward");
-  if (c.holds("notes", "chunked cross entropy")) r.head = Head::chunked;
-  if (c.holds("notes", "no LM logits")) r.head = Head::none;
-  if (c.holds("flash_attn", "own kernels")) r.head = Head::in_place;
-  if (c.holds("source_repo", "llm-foundry")) r.head = Head::fused;
+  usual(c, r);
+  heads_of(c, r);
+  gradients_of(c, r);
   r.meter = meter_of(c);
   const bool nvidia = c.holds("source_repo", "NVIDIA") || c.holds("source_repo", "Megatron");
-  r.keeps_inputs_whole = r.sequence_parallel && !nvidia;
+  // Those of a script that looks for the largest micro-batch gather them again: they would not fit.
+  const bool again = c.holds("notes", "comment in the script");
+  r.keeps_inputs_whole = r.sequence_parallel && !nvidia && !again;
   r.autocast = c.holds("dtype_compute", "autocast");
   // NVIDIA's recipes distribute the optimizer where they do not say otherwise.
   if (nvidia) {

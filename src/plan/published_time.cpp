@@ -8,8 +8,10 @@
 namespace poise::plan::published {
 namespace {
 
-constexpr double kRamp = 8e-6;     // of a kernel, until it fills the device
-constexpr double kEager = 15e-6;   // an operation as Python and autograd issue it
+constexpr double kRamp = 8e-6;    // of a kernel, until it fills the device
+constexpr double kEager = 15e-6;  // an operation as Python and autograd issue it
+constexpr double kHooks = 2e-3;   // of a block whose modules fetch and release parameters in Python
+constexpr double kPart = 2.5e-3;  // a broadcast of one rank's part to many
 constexpr double kMatrices = 0.8;  // of the peak, the best that large products were seen to reach
 constexpr double kReached = 0.85;  // of the memory's rate
 
@@ -18,9 +20,9 @@ struct Constant {
   const char* device;
   double value;
 };
-constexpr Constant kConstants[] = {{"A100", 0.98},       {"A100-80GB", 0.81}, {"A100-40GB", 0.73},
-                                   {"A800-80GB", 0.92},  {"H100-80GB", 0.77}, {"H100-96GB", 0.67},
-                                   {"H200-141GB", 0.71}, {"V100-32GB", 1.07}, {"V100-16GB", 0.90}};
+constexpr Constant kConstants[] = {{"A100", 0.98},       {"A100-80GB", 0.84}, {"A100-40GB", 0.83},
+                                   {"A800-80GB", 0.92},  {"H100-80GB", 0.82}, {"H100-96GB", 0.67},
+                                   {"H200-141GB", 0.71}, {"V100-32GB", 1.13}, {"V100-16GB", 0.90}};
 constexpr double kOther = 0.8;  // of devices without such runs
 
 class Seconds {
@@ -84,17 +86,19 @@ class Seconds {
     const double bytes = passes * scores * (r_.dropout ? 6 : 4) * r_.compute;
     return flops / (0.5 * rate) + memory(bytes);
   }
-  // Of the peak: FlashAttention 2 reports 0.6 on an A100 and 0.34 on an H100 (arXiv:2307.08691),
-  // kernels written for the H100 0.55 and more.
+  // Of the peak: FlashAttention 2 reports 0.6 on an A100 and 0.34 on an H100, and 0.25 to 0.4 of
+  // its first version on an A100 (arXiv:2307.08691); kernels written for the H100 0.55 and more.
   double attention_rate() const {
     const bool hopper = r_.device.half_flops > 500e12;
+    if (r_.first_flash) return hopper ? 0.2 : 0.35;
     return !hopper ? 0.6 : r_.fused_mlp ? 0.55 : 0.34;
   }
   double elementwise() const {
     const double shared = r_.sequence_parallel ? t_ : 1;
     const double width = r_.compute;
     const double norms = (fused_ ? 8 : gated_ && r_.tp == 1 && r_.pp == 1 ? 20 : 12) * h_ / shared;
-    const double mlp = (gated_ ? (fused_ ? 3 : 5) : 2) * f_ / t_;
+    const double gelu = r_.gelu_by_parts ? 18 : 2;  // eight operations more
+    const double mlp = (gated_ ? (fused_ ? 3 : 5) : gelu) * f_ / t_;
     const double rotary = (gated_ ? (fused_ ? 4 : 8) : 2) * q_ / t_;
     return memory(width * tokens_ * (norms + mlp + rotary));
   }
@@ -126,7 +130,8 @@ class Seconds {
     const double rounds = 3 + (r_.kept == Kept::input          ? 1
                                : r_.kept == Kept::other_blocks ? 0.5
                                                                : 0);
-    return rounds * operations * kEager + (r_.tp > 1 ? 4 * kEager : 0);
+    const double hooks = r_.sharding == Sharding::deepspeed && r_.stage >= 3 ? kHooks : 0;
+    return rounds * (operations * kEager + hooks) + (r_.tp > 1 ? 4 * kEager : 0);
   }
 
   // ---- collectives
@@ -168,9 +173,10 @@ class Seconds {
           r_.accumulation * moved * (r_.sharding == Sharding::fsdp ? 4 : 2) / rate;
       return std::max(0.0, gathers + reduces - 0.9 * compute) + 0.05 * (gathers + reduces);
     }
+    const double parts = r_.broadcasts_parts && r_.stage >= 1 ? r_.shards * kPart : 0;
     const double all = 2 * moved * std::max(2.0, std::min(4.0, r_.gradient)) / rate;
     const bool overlaps = r_.sharding == Sharding::replicas || r_.fused_mlp;
-    return overlaps ? std::max(0.05 * all, all - 0.5 * compute / r_.accumulation) : all;
+    return parts + (overlaps ? std::max(0.05 * all, all - 0.5 * compute / r_.accumulation) : all);
   }
   double optimizer() const {
     const double split = r_.stage >= 1 ? r_.shards : 1;
