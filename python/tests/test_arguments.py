@@ -67,6 +67,8 @@ DEFAULTS = {
     "ddp_timeout": 1800,
 }
 OURS = {
+    "accumulation_ramp_from",
+    "accumulation_ramp_updates",
     "learning_rate_batch_size",
     "learning_rate_scaling",
     "noise_scale",
