@@ -15,7 +15,7 @@
 #include "kernels/adamw.h"
 #include "kernels/cast.h"
 #include "kernels/quantize.h"
-#include "kernels/random.h"
+#include "kernels/rounded.h"
 
 namespace poise::kernels {
 
@@ -41,32 +41,11 @@ struct Adam8BitArrays {
   float* scale2 = nullptr;
 };
 
-struct AdamLowSegment {
-  std::int64_t begin = 0;  // 8 bits: a multiple of kQuantBlock
-  std::int64_t end = 0;
-  double lr = 0;
-  double weight_decay = 0;
-  std::int64_t first = 0;  // place of element `begin` in its parameter
-  std::uint64_t key = 0;   // of the parameter's random bits in this update
-};
-
 POISE_API void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays,
-                          const AdamLowSegment* segments, std::int64_t num_segments,
+                          const RoundedSegment* segments, std::int64_t num_segments,
                           const AdamSettings& settings);
 POISE_API void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays,
-                          const AdamLowSegment* segments, std::int64_t num_segments,
+                          const RoundedSegment* segments, std::int64_t num_segments,
                           const AdamSettings& settings);
-
-// Where a chunk of a segment is in its parameter.
-struct RandomPlace {
-  RandomKey key;
-  std::int64_t first;
-};
-
-// The larger of two magnitudes, as bits: they compare as the numbers do, and vectorise.
-POISE_BODY std::uint32_t larger(std::uint32_t largest, float value) {
-  const std::uint32_t bits = bits_of(value) & 0x7FFFFFFFu;
-  return bits > largest ? bits : largest;
-}
 
 }  // namespace poise::kernels

@@ -20,9 +20,9 @@
                   double*);                                                                       \
   void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,                  \
              const AdamSettings&);                                                                \
-  void adamw_bf16(const Launch&, const AdamBf16Arrays&, const AdamLowSegment*, std::int64_t,      \
+  void adamw_bf16(const Launch&, const AdamBf16Arrays&, const RoundedSegment*, std::int64_t,      \
                   const AdamSettings&);                                                           \
-  void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std::int64_t,      \
+  void adamw_8bit(const Launch&, const Adam8BitArrays&, const RoundedSegment*, std::int64_t,      \
                   const AdamSettings&);                                                           \
   void factor_sums(const Launch&, const FactoredArrays&, const FactoredSegment*, std::int64_t,    \
                    double, double*);                                                              \
@@ -38,6 +38,8 @@
             const LarsSettings&);                                                                 \
   void lion(const Launch&, const LionArrays&, const LionSegment*, std::int64_t,                   \
             const LionSettings&);                                                                 \
+  void lion_8bit(const Launch&, const Lion8BitArrays&, const RoundedSegment*, std::int64_t,       \
+                 const LionSettings&);                                                            \
   void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t, const SgdSettings&); \
   void pack(const Launch&, DType, DType, const PackPiece*, std::int64_t, float);                  \
   }

@@ -47,18 +47,27 @@ void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* se
   POISE_KERNEL_DISPATCH(launch, adamw, launch, arrays, segments, num_segments, settings)
 }
 
-void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
   POISE_KERNEL_DISPATCH(launch, adamw_bf16, launch, arrays, segments, num_segments, settings)
 }
 
-void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
-                std::int64_t num_segments, const AdamSettings& settings) {
-  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+namespace {
+
+// A scale's block belongs to one segment.
+void check_blocks(const RoundedSegment* segments, std::int64_t num_segments) {
   for (std::int64_t s = 0; s < num_segments; ++s) {
     POISE_CHECK(segments[s].begin % kQuantBlock == 0, segments[s].begin);
   }
+}
+
+}  // namespace
+
+void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const RoundedSegment* segments,
+                std::int64_t num_segments, const AdamSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  check_blocks(segments, num_segments);
   POISE_KERNEL_DISPATCH(launch, adamw_8bit, launch, arrays, segments, num_segments, settings)
 }
 
@@ -191,6 +200,13 @@ void lion(const Launch& launch, const LionArrays& arrays, const LionSegment* seg
           std::int64_t num_segments, const LionSettings& settings) {
   POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
   POISE_KERNEL_DISPATCH(launch, lion, launch, arrays, segments, num_segments, settings)
+}
+
+void lion_8bit(const Launch& launch, const Lion8BitArrays& arrays, const RoundedSegment* segments,
+               std::int64_t num_segments, const LionSettings& settings) {
+  POISE_CHECK(arrays.low == nullptr || arrays.low_dtype != DType::f32);
+  check_blocks(segments, num_segments);
+  POISE_KERNEL_DISPATCH(launch, lion_8bit, launch, arrays, segments, num_segments, settings)
 }
 
 SgdConstants sgd_constants(const SgdSettings& settings, double lr, double weight_decay) {

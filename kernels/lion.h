@@ -1,5 +1,9 @@
 // Lion over one flat in one pass: the sign of a blend of momentum and gradient is the step.
 // (Chen et al. 2023, arXiv:2302.06675, algorithm 2.)
+//
+// 8 bits: the momentum in blocks of kQuantBlock elements with one fp32 scale each
+// (kernels/quantize.h), rounded stochastically: it forgets a hundredth per update, less than half a
+// level, so that rounding to nearest would leave it where it is.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +11,8 @@
 #include "kernels/blend.h"
 #include "kernels/body.h"
 #include "kernels/launch.h"
+#include "kernels/quantize.h"
+#include "kernels/rounded.h"
 #include "poise/export.h"
 
 namespace poise::kernels {
@@ -18,6 +24,16 @@ struct LionArrays {
   const void* gradient = nullptr;
   DType gradient_dtype = DType::f32;
   float* momentum = nullptr;
+};
+
+struct Lion8BitArrays {
+  float* master = nullptr;
+  void* low = nullptr;
+  DType low_dtype = DType::bf16;
+  const void* gradient = nullptr;
+  DType gradient_dtype = DType::f32;
+  std::uint8_t* code = nullptr;  // of the momentum
+  float* scale = nullptr;        // one for each kQuantBlock elements
 };
 
 struct LionSegment {
@@ -35,6 +51,10 @@ struct LionSettings {
 
 POISE_API void lion(const Launch& launch, const LionArrays& arrays, const LionSegment* segments,
                     std::int64_t num_segments, const LionSettings& settings);
+
+POISE_API void lion_8bit(const Launch& launch, const Lion8BitArrays& arrays,
+                         const RoundedSegment* segments, std::int64_t num_segments,
+                         const LionSettings& settings);
 
 // What the body needs, rounded once from double; rest = 1 - beta.
 struct LionConstants {

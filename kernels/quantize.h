@@ -68,10 +68,16 @@ POISE_BODY float decode(std::int32_t code) {
   return found.begin + static_cast<float>(code - found.code) * found.step;
 }
 
-// A number with a sign, to the nearest level. `scale`: the largest magnitude of its block.
-POISE_BODY std::uint8_t encode_signed(float value, float scale) {
+// Of 24 of the random `bits`.
+POISE_BODY float random_rounding(std::uint32_t bits) {
+  return static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
+}
+
+// A number with a sign, to the nearest level unless told otherwise. `scale`: the largest magnitude
+// of its block.
+POISE_BODY std::uint8_t encode_signed(float value, float scale, float rounding = 0.5f) {
   const float magnitude = value < 0.0f ? -value : value;
-  const std::int32_t code = encode<0>(scale > 0.0f ? magnitude / scale : 0.0f, 0.5f);
+  const std::int32_t code = encode<0>(scale > 0.0f ? magnitude / scale : 0.0f, rounding);
   return static_cast<std::uint8_t>(value < 0.0f ? code | 128 : code);
 }
 
@@ -80,11 +86,10 @@ POISE_BODY float decode_signed(std::uint8_t code, float scale) {
   return code & 128 ? -magnitude : magnitude;
 }
 
-// A number without one, to either neighbour as 24 of the random `bits` say; what is not zero does
+// A number without one, to either neighbour as the random `bits` say; what is not zero does
 // not become zero.
 POISE_BODY std::uint8_t encode_unsigned(float value, float scale, std::uint32_t bits) {
-  const float rounding = static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
-  const std::int32_t code = encode<1>(scale > 0.0f ? value / scale : 0.0f, rounding);
+  const std::int32_t code = encode<1>(scale > 0.0f ? value / scale : 0.0f, random_rounding(bits));
   return static_cast<std::uint8_t>(value > 0.0f && code == 0 ? 1 : code);
 }
 

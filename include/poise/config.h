@@ -58,7 +58,7 @@ struct OptimizerPolicy {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0;
-  std::string moments = "fp32";      // adamw, adam: fp32; bf16, 8bit: rounded
+  std::string moments = "fp32";      // adamw, adam: fp32, bf16, 8bit; lion: fp32, 8bit
   double clip_threshold = 1;         // adafactor: largest root mean square of a step
   double decay_rate = -0.8;          // adafactor: 1 - beta2 is the update's number to it
   double eps_square = 1e-30;         // adafactor: added to squares of gradients
@@ -118,6 +118,7 @@ struct ZeroPolicy {
   DType gradient_dtype = DType::fp32;             // of gradients on the wire: fp32 or bf16
   KeepGathered keep_gathered = KeepGathered::no;  // stage 3
   std::int64_t persistence_threshold = 0;  // stage 3: parameters of fewer elements stay whole
+  std::int64_t shard_group_size = 0;       // ranks that shard among themselves; 0: all of them
 };
 
 enum class Offload {

@@ -110,12 +110,18 @@ class POISE_API Engine {
   //
   // A forward that throws leaves the window as it was, and may be run again; but where ranks gather
   // parameters for each other (zero.stage 3), it ends the group: they would wait for it.
+  //
+  // Where backward() runs out of memory on some of several ranks, it ends there with the window,
+  // once the others have come to its end: their step() or begin_update() throws OutOfMemoryError
+  // too, and all may run the window again. lose_window() does the same for a forward.
   class POISE_API ForwardScope {
    public:
     ForwardScope(ForwardScope&&) noexcept;
     ~ForwardScope();
     // For callers whose exceptions are none of C++: the forward failed, and the scope with it.
     void fail(const std::string& why) noexcept;
+    // The same of one that ran out of memory: lose_window() where the others wait for its gathers.
+    void lose(const std::string& why);
 
    private:
     friend class Engine;
@@ -132,6 +138,10 @@ class POISE_API Engine {
   bool is_boundary() const;  // the window holds as many micro-batches as config says
   StepResult step(Last last = Last::no);
   void discard_window();  // drops what was accumulated since the last step
+  // This rank cannot go on with the open window, since a forward ran out of memory: the window is
+  // dropped on all ranks. Waits for the others to come to its end. One rank: discard_window().
+  void lose_window(const std::string& why);
+  std::int64_t lost_windows() const;  // dropped since memory ran out on some rank
 
   // Optional, before step(): sums and statistics of the window. After it gradient(name) is the mean
   // unscaled unclipped gradient, fp32, a copy that may be written: step() then takes it back and
@@ -187,11 +197,15 @@ class POISE_API Engine {
 
    private:
     friend class Engine;
-    Gathered(Engine::Impl& engine, std::optional<int> writer);
+    Gathered(Engine::Impl& engine, std::optional<int> writer, std::optional<int> unit);
     Engine::Impl* engine_;
     std::optional<int> writer_;
+    std::optional<int> unit_;  // only this one
   };
   Gathered gathered(std::optional<int> writer = {});
+  // The same of one unit's parameters alone, as they are: what goes through all units holds no more
+  // than one of them whole. Throws Error on an unknown unit.
+  Gathered gathered_unit(const std::string& unit);
 
   // Tells the engine that a parameter was edited through .data (other edits are noticed).
   void refresh(const std::string& name);

@@ -29,6 +29,8 @@ double lamb_square(const AdamArrays&, std::int64_t begin, std::int64_t count, co
 void lamb(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
 void lars(const LarsArrays&, std::int64_t begin, std::int64_t count, const LarsConstants&);
 void lion(const LionArrays&, std::int64_t begin, std::int64_t count, const LionConstants&);
+void lion_8bit(const Lion8BitArrays&, std::int64_t begin, std::int64_t count, const LionConstants&,
+               const RandomPlace&);
 void sgd(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
 void pack(DType, DType, const void*, void*, std::int64_t begin, std::int64_t count, float scale);
 std::uint32_t stream_read(const float*, std::int64_t begin, std::int64_t count);

@@ -28,19 +28,30 @@ void in_parallel(const Launch& launch, std::int64_t count, Use use) {
   launch.parallel_for(count, 1, body, &use);
 }
 
-// loop(arrays, begin, count, constants, decoupled, place) over the chunks of all segments.
-template <class Loop, class Arrays>
-void adamw_low(Loop loop, const Launch& launch, const Arrays& arrays,
-               const AdamLowSegment* segments, std::int64_t num_segments,
-               const AdamSettings& settings) {
+// use(segment, begin, count) for the chunks of all segments.
+template <class Segment, class Use>
+void each_chunk(const Launch& launch, const Segment* segments, std::int64_t num_segments, Use use) {
   const ChunkMap map(num_segments,
                      [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
   map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const AdamLowSegment& segment = segments[chunk.span];
-    loop(arrays, segment.begin + chunk.offset, chunk.count,
-         adam_constants(settings, segment.lr, segment.weight_decay), settings.decoupled,
-         {random_key(segment.key), segment.first + chunk.offset});
+    const Segment& segment = segments[chunk.span];
+    use(segment, segment.begin + chunk.offset, chunk.count);
   });
+}
+
+RandomPlace place_of(const RoundedSegment& segment, std::int64_t begin) {
+  return {random_key(segment.key), segment.first + begin - segment.begin};
+}
+
+template <class Loop, class Arrays>
+void adamw_low(Loop loop, const Launch& launch, const Arrays& arrays,
+               const RoundedSegment* segments, std::int64_t num_segments,
+               const AdamSettings& settings) {
+  each_chunk(launch, segments, num_segments,
+             [&](const RoundedSegment& s, std::int64_t begin, std::int64_t count) {
+               loop(arrays, begin, count, adam_constants(settings, s.lr, s.weight_decay),
+                    settings.decoupled, place_of(s, begin));
+             });
 }
 
 }  // namespace
@@ -76,21 +87,19 @@ void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType
 void adamw(const Launch& launch, const AdamArrays& arrays, const AdamSegment* segments,
            std::int64_t num_segments, const AdamSettings& settings) {
   const Loops& loop = loops();
-  const ChunkMap map(num_segments,
-                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
-  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const AdamSegment& segment = segments[chunk.span];
-    loop.adamw(arrays, segment.begin + chunk.offset, chunk.count,
-               adam_constants(settings, segment.lr, segment.weight_decay), settings.decoupled);
-  });
+  each_chunk(launch, segments, num_segments,
+             [&](const AdamSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.adamw(arrays, begin, count, adam_constants(settings, s.lr, s.weight_decay),
+                          settings.decoupled);
+             });
 }
 
-void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   adamw_low(loops().adamw_bf16, launch, arrays, segments, num_segments, settings);
 }
 
-void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
+void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   adamw_low(loops().adamw_8bit, launch, arrays, segments, num_segments, settings);
 }
@@ -165,48 +174,47 @@ void lamb_squares(const Launch& launch, const AdamArrays& arrays, const LambSegm
 void lamb(const Launch& launch, const AdamArrays& arrays, const LambSegment* segments,
           std::int64_t num_segments, const AdamSettings& settings) {
   const Loops& loop = loops();
-  const ChunkMap map(num_segments,
-                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
-  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const LambSegment& segment = segments[chunk.span];
-    loop.lamb(arrays, segment.begin + chunk.offset, chunk.count, lamb_constants(settings, segment));
-  });
+  each_chunk(launch, segments, num_segments,
+             [&](const LambSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.lamb(arrays, begin, count, lamb_constants(settings, s));
+             });
 }
 
 void lars(const Launch& launch, const LarsArrays& arrays, const LarsSegment* segments,
           std::int64_t num_segments, const LarsSettings& settings) {
   const Loops& loop = loops();
-  const ChunkMap map(num_segments,
-                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
-  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const LarsSegment& segment = segments[chunk.span];
-    loop.lars(arrays, segment.begin + chunk.offset, chunk.count,
-              lars_constants(settings, segment.lr, segment.weight_decay));
-  });
+  each_chunk(launch, segments, num_segments,
+             [&](const LarsSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.lars(arrays, begin, count, lars_constants(settings, s.lr, s.weight_decay));
+             });
 }
 
 void lion(const Launch& launch, const LionArrays& arrays, const LionSegment* segments,
           std::int64_t num_segments, const LionSettings& settings) {
   const Loops& loop = loops();
-  const ChunkMap map(num_segments,
-                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
-  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const LionSegment& segment = segments[chunk.span];
-    loop.lion(arrays, segment.begin + chunk.offset, chunk.count,
-              lion_constants(settings, segment.lr, segment.weight_decay));
-  });
+  each_chunk(launch, segments, num_segments,
+             [&](const LionSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.lion(arrays, begin, count, lion_constants(settings, s.lr, s.weight_decay));
+             });
+}
+
+void lion_8bit(const Launch& launch, const Lion8BitArrays& arrays, const RoundedSegment* segments,
+               std::int64_t num_segments, const LionSettings& settings) {
+  const Loops& loop = loops();
+  each_chunk(launch, segments, num_segments,
+             [&](const RoundedSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.lion_8bit(arrays, begin, count, lion_constants(settings, s.lr, s.weight_decay),
+                              place_of(s, begin));
+             });
 }
 
 void sgd(const Launch& launch, const SgdArrays& arrays, const SgdSegment* segments,
          std::int64_t num_segments, const SgdSettings& settings) {
   const Loops& loop = loops();
-  const ChunkMap map(num_segments,
-                     [&](std::int64_t s) { return segments[s].end - segments[s].begin; });
-  map.parallel_for_each(launch, [&](std::int64_t, const Chunk& chunk) {
-    const SgdSegment& segment = segments[chunk.span];
-    loop.sgd(arrays, segment.begin + chunk.offset, chunk.count,
-             sgd_constants(settings, segment.lr, segment.weight_decay));
-  });
+  each_chunk(launch, segments, num_segments,
+             [&](const SgdSegment& s, std::int64_t begin, std::int64_t count) {
+               loop.sgd(arrays, begin, count, sgd_constants(settings, s.lr, s.weight_decay));
+             });
 }
 
 void pack(const Launch& launch, DType source_dtype, DType target_dtype, const PackPiece* pieces,

@@ -44,6 +44,8 @@ struct Loops {
   void (*lamb)(const AdamArrays&, std::int64_t begin, std::int64_t count, const LambConstants&);
   void (*lars)(const LarsArrays&, std::int64_t begin, std::int64_t count, const LarsConstants&);
   void (*lion)(const LionArrays&, std::int64_t begin, std::int64_t count, const LionConstants&);
+  void (*lion_8bit)(const Lion8BitArrays&, std::int64_t begin, std::int64_t count,
+                    const LionConstants&, const RandomPlace&);
   void (*sgd)(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
   void (*pack)(DType source_dtype, DType target_dtype, const void* source, void* target,
                std::int64_t begin, std::int64_t count, float scale);

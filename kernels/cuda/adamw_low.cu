@@ -12,7 +12,7 @@ struct LowConstants {
   bool decoupled;
 };
 
-LowConstants constants_of(const AdamSettings& settings, const AdamLowSegment& segment) {
+LowConstants constants_of(const AdamSettings& settings, const RoundedSegment& segment) {
   return {adam_constants(settings, segment.lr, segment.weight_decay),
           {random_key(segment.key), segment.first},
           settings.decoupled};
@@ -91,22 +91,22 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+void adamw_bf16(const Launch& launch, const AdamBf16Arrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   const DeviceSegments<LowConstants> on_device(
       launch, segments, num_segments,
-      [&](const AdamLowSegment& s) { return constants_of(settings, s); });
+      [&](const RoundedSegment& s) { return constants_of(settings, s); });
   with_element(arrays.gradient_dtype, [&](auto element) {
     using Gradient = decltype(element);
     on_device.run(UpdateBf16<Gradient>{arrays, on_device.view()}, "adamw_bf16");
   });
 }
 
-void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
+void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   const DeviceSegments<LowConstants> on_device(
       launch, segments, num_segments,
-      [&](const AdamLowSegment& s) { return constants_of(settings, s); });
+      [&](const RoundedSegment& s) { return constants_of(settings, s); });
   const Spans& spans = on_device.spans();
   if (spans.chunks == 0) return;
   with_element(arrays.gradient_dtype, [&](auto element) {

@@ -27,12 +27,12 @@ void adamw(const Launch&, const AdamArrays&, const AdamSegment*, std::int64_t,
   refuse("adamw");
 }
 
-void adamw_bf16(const Launch&, const AdamBf16Arrays&, const AdamLowSegment*, std::int64_t,
+void adamw_bf16(const Launch&, const AdamBf16Arrays&, const RoundedSegment*, std::int64_t,
                 const AdamSettings&) {
   refuse("adamw_bf16");
 }
 
-void adamw_8bit(const Launch&, const Adam8BitArrays&, const AdamLowSegment*, std::int64_t,
+void adamw_8bit(const Launch&, const Adam8BitArrays&, const RoundedSegment*, std::int64_t,
                 const AdamSettings&) {
   refuse("adamw_8bit");
 }
@@ -66,6 +66,11 @@ void lars(const Launch&, const LarsArrays&, const LarsSegment*, std::int64_t, co
 
 void lion(const Launch&, const LionArrays&, const LionSegment*, std::int64_t, const LionSettings&) {
   refuse("lion");
+}
+
+void lion_8bit(const Launch&, const Lion8BitArrays&, const RoundedSegment*, std::int64_t,
+               const LionSettings&) {
+  refuse("lion_8bit");
 }
 
 void sgd(const Launch&, const SgdArrays&, const SgdSegment*, std::int64_t, const SgdSettings&) {

@@ -17,10 +17,10 @@ AdamState next_of(const AdamState& old, float gradient, const AdamConstants& con
 
 }  // namespace
 
-void adamw_bf16(const Launch&, const AdamBf16Arrays& arrays, const AdamLowSegment* segments,
+void adamw_bf16(const Launch&, const AdamBf16Arrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   for (std::int64_t s = 0; s < num_segments; ++s) {
-    const AdamLowSegment& segment = segments[s];
+    const RoundedSegment& segment = segments[s];
     const AdamConstants constants = adam_constants(settings, segment.lr, segment.weight_decay);
     for (std::int64_t i = segment.begin; i < segment.end; ++i) {
       const AdamState next =
@@ -36,10 +36,10 @@ void adamw_bf16(const Launch&, const AdamBf16Arrays& arrays, const AdamLowSegmen
   }
 }
 
-void adamw_8bit(const Launch&, const Adam8BitArrays& arrays, const AdamLowSegment* segments,
+void adamw_8bit(const Launch&, const Adam8BitArrays& arrays, const RoundedSegment* segments,
                 std::int64_t num_segments, const AdamSettings& settings) {
   for (std::int64_t s = 0; s < num_segments; ++s) {
-    const AdamLowSegment& segment = segments[s];
+    const RoundedSegment& segment = segments[s];
     const AdamConstants constants = adam_constants(settings, segment.lr, segment.weight_decay);
     for (std::int64_t begin = segment.begin; begin < segment.end; begin += kQuantBlock) {
       const std::int64_t count = std::min(kQuantBlock, segment.end - begin);

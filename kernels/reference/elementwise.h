@@ -22,4 +22,22 @@ inline void store(DType dtype, void* base, std::int64_t index, float value) {
   });
 }
 
+// body(State, gradient, constants) -> State for all elements of all segments, of optimizers that
+// keep one number besides the master; one that is not kept is 0.
+template <class State, class Arrays, class Segment, class ConstantsOf, class Body>
+void each_element(const Arrays& arrays, const Segment* segments, std::int64_t num_segments,
+                  ConstantsOf constants_of, Body body) {
+  for (std::int64_t s = 0; s < num_segments; ++s) {
+    const auto constants = constants_of(segments[s]);
+    for (std::int64_t i = segments[s].begin; i < segments[s].end; ++i) {
+      const float momentum = arrays.momentum != nullptr ? arrays.momentum[i] : 0.0f;
+      const float gradient = load(arrays.gradient_dtype, arrays.gradient, i);
+      const State next = body(State{arrays.master[i], momentum}, gradient, constants);
+      arrays.master[i] = next.master;
+      if (arrays.momentum != nullptr) arrays.momentum[i] = next.momentum;
+      if (arrays.low != nullptr) store(arrays.low_dtype, arrays.low, i, next.master);
+    }
+  }
+}
+
 }  // namespace poise::kernels::reference

@@ -88,7 +88,7 @@ TABLE: tuple[Field, ...] = (
     *_mapped("1.0 as in transformers; 0: no clipping", "max_grad_norm"),
     *_mapped(
         "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit, adam, sgd, adafactor, lion_32bit, "
-        "lamb, lars; "
+        "lion_8bit, lamb, lars; "
         "paged_ names are the same optimizer, whose states offload_optimizer moves; others have no "
         "kernel",
         "optim",

@@ -37,7 +37,7 @@ def banner(
         f"  {parameters(model)}; {precision(settings['precision'])}",
         f"  {optimizer}, learning rate {args.learning_rate:g}, {args.lr_scheduler_type}",
         f"  recomputed blocks: {policy}; memory budget: {_budget(args)}",
-        *_sharding(settings["zero"]["stage"], group),
+        *_sharding(settings["zero"], group),
         *offloading(settings.get("offload", {})),
     ]
 
@@ -59,11 +59,16 @@ def _ramp(args: TrainingArguments) -> str:
     )
 
 
-def _sharding(stage: int, group: Group) -> list[str]:
+def _sharding(zero: dict[str, Any], group: Group) -> list[str]:
     """One line for several ranks, none for one."""
     if group.size == 1:
         return []
-    return [f"  {group.size} ranks over {group.backend}, ZeRO stage {stage}: {SHARDED[stage]}"]
+    stage, size = zero["stage"], zero["shard_group_size"]
+    groups = f" in groups of {size}" if size > 0 else ""
+    line = (
+        f"  {group.size} ranks over {group.backend}, ZeRO stage {stage}: {SHARDED[stage]}{groups}"
+    )
+    return [line]
 
 
 def offloading(policy: dict[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ __all__ = [
     "hybrid",
     "is_initialized",
     "one_rank",
+    "ranks_for",
     "ranks_from_environment",
 ]
 
@@ -112,27 +113,84 @@ class Ranks(NamedTuple):
     replica: Group | None = None  # None: nobody
 
 
+# This rank's (shard group, replica group) of a process group, by size of a shard group: made once, so
+# that engines one after the other do not leave groups behind.
+_divided: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[ProcessGroup, ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+atexit.register(_divided.clear)
+
+
 def hybrid(
-    shard_size: int, device: torch.device | str = "cpu", timeout: float = _HALF_AN_HOUR
+    shard_size: int,
+    device: torch.device | str = "cpu",
+    timeout: float = _HALF_AN_HOUR,
+    group: ProcessGroup | None = None,
 ) -> Ranks:
     """Sharding inside blocks of `shard_size` ranks (a node), plain data parallel across them.
 
-    DeepSpeed's mics_shard_size. Over torch.distributed's default group; all ranks call it.
+    zero.shard_group_size of the configuration does the same. All ranks of the process group call it;
+    None: torch.distributed's default one.
     """
-    size = dist.get_world_size()
+    whole = dist.group.WORLD if group is None else group
+    size = whole.size()
     if shard_size < 1 or size % shard_size != 0:
         raise _C.Error(
-            f"[comm] shard_size {shard_size} does not divide the {size} ranks; choose a divisor"
+            f"[comm] shard groups of {shard_size} ranks do not divide the {size} ranks; choose a "
+            "divisor (zero.shard_group_size), the ranks of a node for example"
         )
+    of_sizes = _divided.setdefault(whole, {})
+    if shard_size not in of_sizes:
+        of_sizes[shard_size] = _divide(whole, shard_size)
+    shard, replica = (group_for(one, device, timeout) for one in of_sizes[shard_size])
+    return Ranks(group_for(whole, device, timeout), shard, replica)
 
-    def mine(groups: list[list[int]]) -> Group:
-        made = [dist.new_group(ranks) for ranks in groups]  # every rank makes every group
-        at = next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)
-        return group_for(made[at], device, timeout)
 
-    blocks = [list(range(first, first + shard_size)) for first in range(0, size, shard_size)]
-    places = [list(range(place, size, shard_size)) for place in range(shard_size)]
-    return Ranks(group_for(dist.group.WORLD, device, timeout), mine(blocks), mine(places))
+def _divide(whole: ProcessGroup, shard_size: int) -> tuple[ProcessGroup, ProcessGroup]:
+    known = dist.get_process_group_ranks(whole)
+    place, size = whole.rank(), whole.size()
+    # Those who are not in a group need not make it: ranks outside of `whole` know nothing of this.
+    first = place // shard_size * shard_size
+    mine = [known[first : first + shard_size], known[place % shard_size : size : shard_size]]
+    shard, replica = (dist.new_group(ranks, use_local_synchronization=True) for ranks in mine)
+    return shard, replica
+
+
+def ranks_for(
+    given: Any,
+    device: torch.device | str,
+    timeout: float = _HALF_AN_HOUR,
+    shard_group_size: int = 0,
+) -> Ranks:
+    """The ranks an engine takes: Ranks as they are, else those of group_for, divided into shard groups.
+
+    Args:
+      given: Ranks, a Group, a process group of torch.distributed, or None.
+      device: where tensors live.
+      timeout: seconds that a rank waits for its peers.
+      shard_group_size: ranks that shard among themselves; 0: all.
+    """
+    if isinstance(given, Ranks):
+        return given
+    whole = group_for(given, device, timeout)
+    if whole.size == 1 or shard_group_size in (0, whole.size):
+        return Ranks(whole)
+    if isinstance(given, Group):
+        given = _process_group_of(given)
+        if given is None:
+            raise _C.Error(
+                f"[comm] zero.shard_group_size is {shard_group_size}, and the group given is none of "
+                "torch.distributed's, which alone can be divided; give "
+                f"poise.comm.ranks_from_environment({shard_group_size})"
+            )
+    return hybrid(shard_group_size, device, timeout, given)
+
+
+def _process_group_of(group: Group) -> ProcessGroup | None:
+    for process_group, of_devices in _of_process_groups.items():
+        if any(one is group for one in of_devices.values()):
+            return process_group
+    return None
 
 
 # What DeepSpeed scripts ask deepspeed.comm; one rank needs no torch.distributed.

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import _C, _offloaded, _units, checkpointing, comm, meta, model_view, optimizer_state
+from poise import (
+    _C,
+    _offloaded,
+    _units,
+    checkpointing,
+    comm,
+    meta,
+    model_view,
+    optimizer_state,
+    whole_state,
+)
 from poise._C import Error, LoadedState, Rehearsal, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
@@ -39,7 +49,7 @@ class Engine:
         entries of the model's largest list of blocks.
       group: the ranks that train together: a poise.comm.Group or a torch.distributed process
         group, or poise.comm.hybrid(...). None: torch.distributed's default group where it is
-        initialized, else one rank.
+        initialized, else one rank. zero.shard_group_size divides it as hybrid does.
         All ranks build the same model from the same settings; rank 0's values hold.
       materialize: for a model made under torch.device("meta"): sets the parameters and buffers of
         one module itself (not of its children), in place, on rank 0; called for one unit after the
@@ -69,12 +79,12 @@ class Engine:
                 "[engine] materialize given, but the model's parameters have values; make the model "
                 'under torch.device("meta"), or leave it out'
             )
-        timeout = settings_of(self.config)["comm"]["timeout_seconds"]
-        device = model_view.device_of(model)
-        ranks = (
-            group
-            if isinstance(group, comm.Ranks)
-            else comm.Ranks(comm.group_for(group, device, timeout))
+        settings = settings_of(self.config)
+        ranks = comm.ranks_for(
+            group,
+            model_view.device_of(model),
+            settings["comm"]["timeout_seconds"],
+            settings["zero"]["shard_group_size"],
         )
         self.group, self._ranks = ranks.all, ranks
         if fill is not None:
@@ -87,6 +97,7 @@ class Engine:
                 "engine is made, or compile the forward of its blocks"
             )
         parameters = model_view.named_parameters(model)
+        self._named = parameters
         self._names = {id(parameter): name for name, parameter in reversed(parameters)}
         self._engine = _C.Engine(
             parameters,
@@ -160,6 +171,9 @@ class Engine:
         Args:
           loss: what a loss function may return.
           tokens: how many tokens (or samples) a mean without a count of its own counted.
+
+        Raises torch.OutOfMemoryError where memory ran out; of several ranks the one waits until the
+        others come to the window's end, and all raise it: they may run the window again.
         """
         if self.micro_batches == 0:
             self._check_trained()
@@ -176,6 +190,17 @@ class Engine:
     def discard_window(self) -> None:
         """Drops what was accumulated since the last step."""
         self._engine.discard_window()
+
+    def lose_window(self, why: str) -> None:
+        """Says that a forward of the open window ran out of memory here, on one of several ranks: the
+        window is dropped on all of them, whose step raises torch.OutOfMemoryError. Waits until they
+        come to its end; backward, and a forward at zero.stage 3, do so by themselves."""
+        self._engine.lose_window(why)
+
+    @property
+    def lost_windows(self) -> int:
+        """Windows that were dropped since memory ran out on some rank."""
+        return self._engine.lost_windows
 
     def begin_update(self) -> None:
         """Sums the window up, so that `gradient` can be read and written before `step`."""
@@ -261,6 +286,25 @@ class Engine:
             self._whole -= 1
             scope.close()
 
+    @contextlib.contextmanager
+    def gathered_unit(self, unit: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """`with engine.gathered_unit(name) as parameters:` those of one unit are whole, to be read;
+        all ranks, between windows. Units one after the other hold no more than one of them whole."""
+        scope = self._engine.gathered_unit(unit)
+        try:
+            names = set(self._engine.names_in(unit))
+            yield [(name, p) for name, p in self._named if name in names]
+        finally:
+            scope.close()
+
+    def state_entries(self) -> dict[str, Any]:
+        """The model's state_dict with the parameters themselves, whether they are whole or not."""
+        self._whole += 1
+        try:
+            return dict(self.model.state_dict(keep_vars=True))
+        finally:
+            self._whole -= 1
+
     def give_back(self) -> None:
         """Makes the model whole and its own again; all ranks. The engine is of no more use then.
 
@@ -275,13 +319,17 @@ class Engine:
         self._undo.close()
         self._engine = None
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state_dict with whole tensors, as copies; all ranks."""
-        with self.gathered():
-            return {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in self.model.state_dict().items()
-            }
+    def state_dict(
+        self, rank: int | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """The model's state_dict with whole tensors, as copies; all ranks.
+
+        Args:
+          rank: the only one that gets it; the others an empty one, and no more whole than one unit
+            at a time. None: all.
+          device: of the copies; None: where the parameters are.
+        """
+        return whole_state.of(self, rank, device)
 
     def save(
         self,

@@ -54,11 +54,14 @@ def step(
                 left = left or log.leaving()
             if left and engine.group.size == 1:
                 break  # several ranks need each other to the end of the window
-            training_step(batch)
+            _or_lost(engine, training_step, batch)
+        if engine.group.size > 1:
+            engine.begin_update()  # first: a rank that lost the window waits for the others' sums
         if any(ranks.any_of(engine.group, [left])):
             engine.discard_window()
             return None
-        engine.begin_update()
+        if engine.group.size == 1:
+            engine.begin_update()
         log.event("on_pre_optimizer_step")
     except BaseException:
         engine.discard_window()
@@ -67,3 +70,17 @@ def step(
         result = engine.step(last=True)
     log.event("on_optimizer_step")
     return result
+
+
+def _or_lost(engine: Engine, training_step: Callable[[Any], torch.Tensor], batch: Any) -> None:
+    """Tells the other ranks where memory ran out outside of what the engine runs."""
+    lost = engine.lost_windows
+    try:
+        training_step(batch)
+        return
+    except torch.OutOfMemoryError as error:
+        why = str(error)
+    # Out here the failed forward's tensors, which the exception's frames hold, are gone.
+    if engine.lost_windows == lost:
+        engine.lose_window(why)
+    raise torch.OutOfMemoryError(why)

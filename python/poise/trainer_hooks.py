@@ -147,9 +147,8 @@ class TrainerHooks:
           output_dir: None: that of the arguments.
         """
         folder = Path(output_dir or self.args.output_dir)
-        with self._whole_model():
-            values = whole_copies(self.model) if self.is_world_process_zero() else None
-        if values is None:
+        values = whole_copies(self.model, self.engine)
+        if not self.is_world_process_zero():
             return
         folder.mkdir(parents=True, exist_ok=True)
         if callable(getattr(self.model, "save_pretrained", None)):

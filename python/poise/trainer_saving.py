@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from poise import _C, generators
+from poise import _C, generators, whole_state
 from poise._C import Error, Group
 from poise.data import WindowIterator
 from poise.engine import Engine
@@ -152,11 +152,9 @@ class ModelFiles:
 
     def __init__(self, engine: Engine, first: bool) -> None:
         self._model, self._values = engine.model, None
-        if not callable(getattr(self._model, "save_pretrained", None)):
-            return
-        with engine.gathered():
-            if first:
-                self._values = whole_copies(self._model)
+        if callable(getattr(self._model, "save_pretrained", None)):
+            values = whole_copies(self._model, engine)
+            self._values = values if first else None
 
     def write(self, folder: str) -> None:
         if self._values is not None:
@@ -164,17 +162,14 @@ class ModelFiles:
             self._values = None
 
 
-def whole_copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict on the CPU, by the names of the model before it was compiled, ties kept:
-    parameters of an engine lie in one storage each unit."""
-    made: dict[tuple, torch.Tensor] = {}
-    values = {}
-    for name, value in model.state_dict().items():
-        key = (value.data_ptr(), value.dtype, value.size(), value.stride())
-        if key not in made or value.numel() == 0:
-            made[key] = value.detach().cpu().clone()
-        values[plain_name(name)] = made[key]
-    return values
+def whole_copies(model: torch.nn.Module, engine: Engine | None) -> dict[str, torch.Tensor]:
+    """The state_dict on the CPU, by the names of the model before it was compiled, ties kept; all
+    ranks of the engine, the first one gets it."""
+    if engine is None:
+        values = whole_state.copied(dict(model.state_dict()), device="cpu")
+    else:
+        values = engine.state_dict(rank=0, device="cpu")
+    return {plain_name(name): value for name, value in values.items()}
 
 
 def last_checkpoint(folder: str | Path) -> str | None:

@@ -31,6 +31,8 @@ OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the
     "lion": "lion",
     "lion_32bit": "lion",
     "paged_lion_32bit": "lion",
+    "lion_8bit": "lion",
+    "paged_lion_8bit": "lion",
     "paged_adamw_32bit": "adamw",
     "paged_adamw": "adamw",
     "adamw_8bit": "adamw",
@@ -98,6 +100,7 @@ class _Arguments:
     zero_stage: int = 0  # sharded: 1 optimizer states, 2 and gradients, 3 and parameters
     fsdp: Any = None  # full_shard: zero_stage 3, shard_grad_op: 2
     zero_keep_gathered: bool = False  # stage 3: parameters stay whole until the update
+    zero_shard_group_size: int = 0  # ranks that shard among themselves (a node's); 0: all
     ddp_backend: str | None = None  # of torch.distributed; None: nccl for GPUs, gloo for the CPU
     ddp_timeout: float = 1800  # seconds that a rank waits for the others
 
@@ -316,6 +319,7 @@ class TrainingArguments(_Arguments):
             "zero": {
                 "stage": self.zero_stage,
                 "keep_gathered": "window" if self.zero_keep_gathered else "no",
+                "shard_group_size": self.zero_shard_group_size,
             },
             "offload": {
                 "optimizer": self.offload_optimizer,
@@ -427,6 +431,17 @@ class TrainingArguments(_Arguments):
             raise Error(
                 f"[trainer] zero_keep_gathered with zero_stage {self.zero_stage}, which shards no "
                 "parameters; set zero_stage to 3, or leave it out"
+            )
+        size = self.zero_shard_group_size
+        if size < 0 or (size > 0 and self.zero_stage == 0):
+            raise Error(
+                f"[trainer] zero_shard_group_size is {size} at zero_stage {self.zero_stage}; give a "
+                "number of ranks at zero_stage 1 to 3, or 0 for all"
+            )
+        if size > 0 and self.world_size > 1 and self.world_size % size:
+            raise Error(
+                f"[trainer] zero_shard_group_size {size} does not divide the {self.world_size} ranks; "
+                "choose a divisor, the ranks of a node for example"
             )
         if not self.ddp_timeout > 0:
             raise Error(f"[trainer] ddp_timeout is {self.ddp_timeout}; give seconds above 0")

@@ -134,22 +134,24 @@ class ActivationGuard {
 
 std::string text(const py::object& value) { return py::str(value).cast<std::string>(); }
 
+bool is_out_of_memory_type(PyObject* type) {
+  const py::error_scope put_aside;
+  const auto known = py::module_::import("torch").attr("OutOfMemoryError");
+  return PyErr_GivenExceptionMatches(type, known.ptr()) != 0;
+}
+
 // What Python code ran into, in the loss function or in a backward of its own. Torch also leaves
 // the latter as the thread's current exception, which must not outlive it.
 bool is_python_out_of_memory(const std::exception_ptr& error) {
-  const auto matches = [](PyObject* type) {
-    const py::error_scope put_aside;
-    const auto known = py::module_::import("torch").attr("OutOfMemoryError");
-    return PyErr_GivenExceptionMatches(type, known.ptr()) != 0;
-  };
   try {
     std::rethrow_exception(error);
   } catch (const py::error_already_set& raised) {
     const py::gil_scoped_acquire gil;
-    return matches(raised.type().ptr());
+    return is_out_of_memory_type(raised.type().ptr());
   } catch (const python_error& raised) {
     const py::gil_scoped_acquire gil;
-    const bool found = matches(raised.type != nullptr ? raised.type : PyErr_Occurred());
+    const bool found =
+        is_out_of_memory_type(raised.type != nullptr ? raised.type : PyErr_Occurred());
     if (found) PyErr_Clear();
     return found;
   } catch (...) {
@@ -164,6 +166,9 @@ class ForwardGuard {
   void enter() { scope_.emplace(engine_.forward_scope()); }
   void fail(const std::string& why) {
     if (scope_) scope_->fail(why);
+  }
+  void lose(const std::string& why) {
+    if (scope_) scope_->lose(why);
   }
   void exit() { scope_.reset(); }
 
@@ -207,6 +212,17 @@ std::string save(Engine& engine, const std::string& directory, const std::string
   }
   py::gil_scoped_release release;
   return engine.save(directory, options);
+}
+
+// Of the parameters that live in a unit.
+std::vector<std::string> names_in(const Engine& engine, const std::string& unit) {
+  std::vector<std::string> names;
+  for (const auto& entry : engine.table().entries()) {
+    if (engine.table().units()[static_cast<std::size_t>(entry.unit)] == unit) {
+      names.push_back(entry.name);
+    }
+  }
+  return names;
 }
 
 void bind_result(py::module_& module) {
@@ -257,10 +273,13 @@ void bind_engine(py::module_& module) {
       .def("__exit__", [](ForwardGuard& guard, const py::object& type, const py::object& value,
                           const py::object& /*traceback*/) {
         std::string why;
-        if (!type.is_none())
+        bool out_of_memory = false;
+        if (!type.is_none()) {
           why = join(type.attr("__name__").cast<std::string>(), ": ", text(value));
+          out_of_memory = is_out_of_memory_type(type.ptr());
+        }
         py::gil_scoped_release release;
-        if (!why.empty()) guard.fail(why);
+        if (!why.empty()) out_of_memory ? guard.lose(why) : guard.fail(why);
         guard.exit();
       });
 
@@ -312,6 +331,8 @@ void bind_engine(py::module_& module) {
           [](Engine& engine, bool last) { return engine.step(last ? Last::yes : Last::no); },
           py::arg("last") = false, NoGil())
       .def("discard_window", &Engine::discard_window, NoGil())
+      .def("lose_window", &Engine::lose_window, py::arg("why"), NoGil())
+      .def_property_readonly("lost_windows", &Engine::lost_windows)
       .def("begin_update", &Engine::begin_update, NoGil())
       .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), NoGil())
       .def_property_readonly("accumulation", &Engine::accumulation)
@@ -344,6 +365,13 @@ void bind_engine(py::module_& module) {
             return std::make_unique<Engine::Gathered>(engine.gathered(writer));
           },
           py::arg("writer"), py::keep_alive<0, 1>(), NoGil())
+      .def(
+          "gathered_unit",
+          [](Engine& engine, const std::string& unit) {
+            return std::make_unique<Engine::Gathered>(engine.gathered_unit(unit));
+          },
+          py::arg("unit"), py::keep_alive<0, 1>(), NoGil())
+      .def("names_in", &names_in, py::arg("unit"))
       .def("save", &save, py::arg("directory"), py::kw_only(), py::arg("name") = "",
            py::arg("cursor") = py::none(), py::arg("user") = std::map<std::string, std::string>{},
            py::arg("own") = std::map<std::string, std::string>{}, py::arg("total_limit") = 0,

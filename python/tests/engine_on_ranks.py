@@ -9,20 +9,22 @@ import copy
 import ctypes
 import dataclasses
 import gc
-import hashlib
-import sys
-from pathlib import Path
 
 import poise
 import rank_processes
 import torch
 import torch.distributed as dist
-from plain_loop import Recipe, settings
-from tiny_models import WIDTH, Block, TinyForCausalLM, batch, counted, split, tiny
+from plain_loop import Recipe
+from tiny_models import WIDTH, Block, TinyForCausalLM, batch, tiny
 from torch import nn
+from training_on_ranks import (
+    FP32,
+    STAGES,
+    config_of,
+    trained,
+    windows_of,
+)
 
-UPDATES = 5
-STAGES = (0, 1, 2, 3)
 PRECISIONS = {
     "fp32": Recipe(),
     "bf16 autocast": Recipe(autocast=torch.bfloat16),
@@ -33,20 +35,10 @@ PRECISIONS = {
 # rounding has it: the error of any implementation is then a matter of chance.
 OPTIMIZERS = {"adamw": {"eps": 1e-3}, "sgd": {"optimizer": "sgd", "weight_decay": 0.0, "lr": 0.1}}
 ACCUMULATIONS = (1, 3)
-FP32 = dataclasses.replace(Recipe(), eps=1e-3)
 
 
 def recipe_of(precision, optimizer):
     return dataclasses.replace(PRECISIONS[precision], **OPTIMIZERS[optimizer])
-
-
-def windows_of(counts, updates=UPDATES):
-    """Of every update the micro-batches of each rank, as many as `counts` says."""
-    windows = []
-    for update in range(updates):
-        pieces = split(batch(2 * sum(counts), 12, seed=100 + update, masked=0.4), 2)
-        windows.append([[pieces.pop(0) for _ in range(count)] for count in counts])
-    return windows
 
 
 class Tied(TinyForCausalLM):
@@ -67,45 +59,6 @@ class Tied(TinyForCausalLM):
 def tied():
     torch.manual_seed(5)
     return Tied()
-
-
-def digest(tensors):
-    whole = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        whole.update(name.encode() + data.tobytes())
-    return whole.hexdigest()
-
-
-def masters_of(engine):
-    trained = [name for name, p in engine.model.named_parameters() if p.requires_grad]
-    return {name: engine.master(name).detach().clone() for name in trained}
-
-
-def trained(model, windows, config, between=None):
-    """Trains `model`; what every rank must have alike, and the masters.
-
-    between: gets (engine, number of the update) after each.
-    """
-    engine = poise.Engine(model, config)
-    losses = []
-    for number, window in enumerate(windows):
-        mine = window[dist.get_rank()]
-        result = engine.step(mine, lambda piece: (model(**piece), counted(piece)))
-        losses.append([result.loss, result.grad_norm, result.tokens, str(result.status)])
-        if between is not None:
-            between(engine, number)
-    masters = masters_of(engine)
-    seen = {
-        "losses": losses,
-        "masters": digest(masters),
-        "state": digest(engine.state_dict()),
-    }
-    return seen, masters
-
-
-def config_of(recipe, stage, accumulation=1, **zero):
-    return settings(recipe, accumulation, zero={"stage": stage, **zero})
 
 
 def grid(folder):
@@ -252,18 +205,5 @@ CASES = {
 }
 
 
-def main(name, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    value = CASES[name](Path(folder))
-    if isinstance(value, tuple):
-        value, masters = value
-        if dist.get_rank() == 0:
-            torch.save(masters, Path(folder) / f"{name}.pt")
-    rank_processes.report(name, folder, dist.get_rank(), value)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_processes.main(CASES)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import poise
 import rank_processes
 import torch
 import torch.distributed as dist
-from engine_on_ranks import FP32, STAGES, digest, masters_of
 from plain_loop import settings
 from poise import trainer_balance
-from tiny_models import TinyForCausalLM, batch, counted, split
+from tiny_models import TinyForCausalLM, batch, counted, split, tiny
+from training_on_ranks import FP32, STAGES, digest, masters_of
 
 UPDATES = 3
 BUDGETS = {"none": STAGES, "every_n": (3,)}  # stages by policy of recomputation
@@ -154,6 +152,92 @@ def python_errors(folder):
     return seen
 
 
+def by_hand(folder):
+    """The three-call form: a forward (told to the engine, or at stage 3 by itself) or backward of
+    rank 1 runs out, both ranks run the window again in halves."""
+    seen = {}
+    for stage in STAGES:
+        halves = Trial(config_of(stage)).train(halves=True)
+        for where in ("forward", "backward"):
+            told = []
+
+            def fault(model, piece, number, where=where):
+                if number != 2 or dist.get_rank() == 0:
+                    return None
+                if where == "forward":
+                    raise torch.OutOfMemoryError("in forward")
+                return Failing.apply(model.head.bias.sum()) * 0
+
+            trial = Trial(config_of(stage), fault)
+            engine = trial.engine
+
+            def step(pieces, trial=trial, engine=engine, told=told):
+                engine.set_accumulation(len(pieces))
+                lost = engine.lost_windows
+                try:
+                    for piece in pieces:
+                        with engine.forward_scope():
+                            loss, count = trial.loss(piece)
+                        engine.backward(loss, count)
+                    return engine.step()
+                except torch.OutOfMemoryError as error:
+                    if engine.lost_windows == lost:
+                        engine.lose_window(str(error))
+                    told.append(str(error))
+                    raise
+
+            for window in windows():
+                result = trial.halving(window, step)
+                trial.peaks.append(result.peak_bytes)
+                trial.numbers.append([result.loss, result.grad_norm, result.tokens, result.updates])
+            trial.random = digest({"next": torch.rand(4)})
+            seen[f"{stage}, {where}"] = {
+                "same": trial.seen() == halves.seen(),
+                "told": told,
+                "lost": engine.lost_windows,
+            }
+    return seen
+
+
+class ByHand(poise.Trainer):
+    """With a training_step of its own; rank 1 runs out of memory in the second micro-batch."""
+
+    where, number = "forward", 0
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.number += 1
+        fails = self.number == 2 and self.args.process_index == 1
+        if fails and self.where == "forward":
+            raise torch.OutOfMemoryError("in forward")
+        loss = self.compute_loss(model, inputs)
+        if fails:
+            loss = loss + Failing.apply(model.head.bias.sum()) * 0
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def trainers(folder):
+    """A Trainer's step by hand, whose split was found."""
+    seen = {}
+    rows = [{name: row[0] for name, row in batch(1, 8, seed=n).items()} for n in range(32)]
+    for stage in (0, 3):
+        for where in ("forward", "backward"):
+            arguments = poise.TrainingArguments(
+                str(folder / f"{stage}_{where}"), global_batch_size=16, memory_budget="1GiB",
+                max_steps=2, zero_stage=stage, use_cpu=True, disable_tqdm=True, save_strategy="no",
+                checkpointing="none", separable_loss=True,
+            )  # fmt: skip
+            trainer = ByHand(tiny(), arguments, train_dataset=rows)
+            trainer.where = where
+            output = trainer.train()
+            seen[f"{stage}, {where}"] = [
+                output.global_step,
+                trainer.engine.lost_windows,
+                digest(trainer.engine.state_dict()),
+            ]
+    return seen
+
+
 def single(folder):
     """Nothing is left to be halved: the error stands, on both ranks."""
     trial = Trial(config_of(3))
@@ -171,16 +255,14 @@ def single(folder):
     return []
 
 
-CASES = {"budgets": budgets, "python_errors": python_errors, "single": single}
-
-
-def main(name, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank_processes.report(name, folder, dist.get_rank(), CASES[name](Path(folder)))
-    dist.barrier()
-    dist.destroy_process_group()
+CASES = {
+    "budgets": budgets,
+    "by_hand": by_hand,
+    "python_errors": python_errors,
+    "single": single,
+    "trainers": trainers,
+}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_processes.main(CASES)

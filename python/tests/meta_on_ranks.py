@@ -8,11 +8,11 @@ import poise
 import rank_processes
 import torch
 import torch.distributed as dist
-from engine_on_ranks import config_of, digest, windows_of
 from plain_loop import Recipe
 from test_meta import empty_model, fill, whole_model
 from tiny_models import counted
 from torch import nn
+from training_on_ranks import config_of, digest, windows_of
 
 
 def trained(model, stage, **options):

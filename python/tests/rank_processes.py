@@ -95,6 +95,25 @@ def run(
     return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(size)]
 
 
+def main(cases: dict[str, Any]) -> None:
+    """On a rank: runs the case that `run` asked for, over gloo, and reports what it returns. Of a pair
+    the second is a dictionary of tensors, which rank 0 writes to CASE.pt."""
+    import torch
+    import torch.distributed as dist
+
+    name, folder = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    value = cases[name](Path(folder))
+    if isinstance(value, tuple):
+        value, tensors = value
+        if dist.get_rank() == 0:
+            torch.save(tensors, Path(folder) / f"{name}.pt")
+    report(name, folder, dist.get_rank(), value)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def report(name: str, folder: str | Path, rank: int, value: Any) -> None:
     """Called on a rank: hands the value to `run`."""
     Path(folder, f"{name}_{rank}.json").write_text(json.dumps(value))

@@ -89,6 +89,7 @@ OURS = {
     "loss_chunk_tokens",
     "zero_stage",
     "zero_keep_gathered",
+    "zero_shard_group_size",
     "save_asynchronous",
 }
 

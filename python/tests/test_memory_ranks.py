@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import rank_processes
-from engine_on_ranks import STAGES
 from memory_on_ranks import BUDGETS
+from training_on_ranks import STAGES
 
 
 def run(tmp_path_factory, name):
@@ -15,6 +15,11 @@ def run(tmp_path_factory, name):
 @pytest.fixture(scope="module")
 def budgets(tmp_path_factory):
     return run(tmp_path_factory, "budgets")
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory):
+    return run(tmp_path_factory, "by_hand")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,25 @@ def test_errors_of_python_code(python_errors, stage, where, of_all):
         assert seen["same"]
         assert len(seen["notes"]) == 1 and f"in {where}" in seen["notes"][0]
         assert seen["held"] == 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_three_call_form(by_hand, stage, where):
+    first, second = (of_rank[f"{stage}, {where}"] for of_rank in by_hand)
+    assert first["same"] and second["same"]
+    assert first["lost"] == second["lost"] == 1
+    assert len(first["told"]) == len(second["told"]) == 1
+    assert f"in {where}" in second["told"][0]
+    assert "rank 1 ran out of memory" in first["told"][0]
+
+
+def test_a_training_step_of_ones_own(tmp_path_factory):
+    first, second = run(tmp_path_factory, "trainers")
+    assert first == second
+    for stage in (0, 3):
+        for where in ("forward", "backward"):
+            assert first[f"{stage}, {where}"][:2] == [2, 1]
 
 
 def test_single_samples_cannot_be_halved(tmp_path_factory):

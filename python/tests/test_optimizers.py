@@ -98,7 +98,9 @@ def test_names_of_transformers(name, type_, tmp_path):
     assert (section["type"], section["beta2"]) == (type_, 0.95)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "lamb", "lars", "lion_32bit"])
+@pytest.mark.parametrize(
+    "name", ["adafactor", "adamw_8bit", "lamb", "lars", "lion_32bit", "lion_8bit"]
+)
 def test_a_trainer_learns_by_it_and_goes_on_to_the_bit(name, tmp_path):
     data = [{"x": x, "y": y} for x, y in rows(64)]
 
@@ -156,6 +158,12 @@ def test_names_of_deepspeed(name):
 def test_moments_of_a_trainer(given, moments, tmp_path):
     section = poise.TrainingArguments(str(tmp_path), **given).to_config(10)["optimizer"]
     assert (section["type"], section["moments"]) == ("adamw", moments)
+
+
+@pytest.mark.parametrize("name", ["lion_8bit", "paged_lion_8bit"])
+def test_moments_of_lion(name, tmp_path):
+    section = poise.TrainingArguments(str(tmp_path), optim=name).to_config(10)["optimizer"]
+    assert (section["type"], section["moments"]) == ("lion", "8bit")
 
 
 @pytest.mark.parametrize("scaled", [False, True])

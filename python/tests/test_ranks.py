@@ -10,15 +10,13 @@ import rank_processes
 import torch
 from engine_on_ranks import (
     ACCUMULATIONS,
-    FP32,
     OPTIMIZERS,
     PRECISIONS,
-    STAGES,
     recipe_of,
     tied,
-    windows_of,
 )
 from tiny_models import batch, tiny
+from training_on_ranks import FP32, STAGES, windows_of
 
 CLASSES = {0: 0, 1: 0, 2: 2, 3: 2}  # the stage whose bits a stage has
 

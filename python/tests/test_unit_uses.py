@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import rank_processes
 import torch
-from engine_on_ranks import FP32, STAGES, windows_of
 from test_ranks import CLASSES, check_against_float64
-from units_on_ranks import MODELS, UPDATES, made
+from training_on_ranks import FP32, STAGES, windows_of
+from units_on_ranks import LATE, MODELS, UNEVEN, UPDATES, made
 
 
 def run(tmp_path_factory, name):
@@ -34,6 +34,17 @@ def test_blocks_train_however_they_are_used(uses, name):
         # torch.autograd.grad, which the yardstick uses, knows no reentrant checkpoint.
         plain = made(name.removesuffix(", reentrant"))
         check_against_float64(masters[key], plain, windows_of([2, 2], UPDATES), FP32)
+
+
+def test_late_gradients_where_a_rank_has_no_micro_batch(tmp_path_factory):
+    (first, second), masters = run(tmp_path_factory, "late")
+    assert first == second
+    for name in LATE:
+        for stage in (0, 1, 2):
+            for counts in UNEVEN:
+                key = f"{name}, {stage}, {counts}"
+                plain = made(name.removesuffix(", reentrant"))
+                check_against_float64(masters[key], plain, windows_of(counts, UPDATES), FP32)
 
 
 def test_hooks_on_parameters_change_their_gradients(tmp_path_factory):
@@ -66,6 +77,15 @@ def test_copies_and_pickles_belong_to_no_engine(tmp_path_factory):
     for seen in run(tmp_path_factory, "copies")[0]:
         assert [seen[str(stage)] for stage in (0, 1, 2)] == [""] * 3
         assert "parameter 'embedding.weight' is sharded" in seen["3"]
+
+
+def test_one_rank_alone_gets_the_model_unit_by_unit(tmp_path_factory):
+    first, second = run(tmp_path_factory, "saves")[0]
+    assert first["Written"]["written"] and first["Doubling"]["written"]
+    for seen in (first, second):
+        assert seen["Written"]["same"] and seen["Doubling"]["same"]
+        assert seen["Written"]["whole"] < 1.2 / 16  # one unit, with its padding
+        assert seen["Doubling"]["whole"] >= 1  # made whole at once
 
 
 def test_a_forward_that_failed_may_be_run_again(tmp_path_factory):

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import io
 import pickle
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,11 @@ import rank_processes
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_on_ranks import FP32, STAGES, config_of, digest, masters_of, trained, windows_of
+from poise import trainer_saving
 from tiny_models import VOCABULARY, WIDTH, Block, TinyForCausalLM, batch, counted, tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training_on_ranks import FP32, STAGES, config_of, digest, masters_of, trained, windows_of
 
 UPDATES = 3
 
@@ -227,6 +227,24 @@ def uses(folder):
     return seen, masters
 
 
+# Gradients that come when those of their unit have gone (in a second round), and a rank without a
+# micro-batch that must take part in it.
+LATE = ("checkpoint, reentrant", "checkpoint inside, reentrant")
+UNEVEN = ([2, 0], [0, 2], [3, 1])
+
+
+def late(folder):
+    seen, masters = {}, {}
+    for name in LATE:
+        for stage in (0, 1, 2):
+            for counts in UNEVEN:
+                key = f"{name}, {stage}, {counts}"
+                config = config_of(FP32, stage)
+                windows = windows_of(counts, UPDATES)
+                seen[key], masters[key] = trained(made(name), windows, config)
+    return seen, masters
+
+
 def gradient_hooks(folder):
     """What a hook on a parameter makes of its gradient, and of another one's."""
     seen = {}
@@ -329,6 +347,55 @@ def copies(folder):
     return seen
 
 
+class Written(nn.Sequential):
+    """Many equal units; writes itself as models of transformers do."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(64, 64) for _ in range(16)))
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def save_pretrained(self, folder, state_dict):
+        torch.save(state_dict, Path(folder) / "written.pt")
+
+
+class Doubling(Written):
+    """Its state_dict has a tensor that is none of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_state_dict_post_hook(self.double)
+
+    @staticmethod
+    def double(model, state, prefix, details):
+        state["doubled"] = state["0.weight"] * 2
+
+
+def saves(folder):
+    """Bytes that are whole on a rank while rank 0 alone gets the model, and what it gets."""
+    seen = {}
+    for kind in (Written, Doubling):
+        torch.manual_seed(2)
+        model = kind()
+        engine = poise.Engine(model, config_of(FP32, 3), units=[nn.Linear])
+        engine.step([torch.ones(2, 64)], lambda x, m=model: (m(x).square().mean(), 1))
+        with engine.gathered():
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.restart_peak()
+        files = trainer_saving.ModelFiles(engine, dist.get_rank() == 0)
+        peaks = engine.memory()["own_peak"]
+        files.write(str(folder))
+        got = engine.state_dict(rank=1)
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        seen[kind.__name__] = {
+            "whole": peaks["gathered"] / whole,
+            "same": not got if dist.get_rank() == 0 else digest(got) == digest(expected),
+        }
+        if dist.get_rank() == 0:
+            written = torch.load(folder / "written.pt")
+            seen[kind.__name__]["written"] = digest(written) == digest(expected)
+    return seen
+
+
 def forwards(folder):
     """A forward of the three-call form that fails on both ranks, is caught, and is run again."""
     seen = {}
@@ -409,9 +476,11 @@ def changed(folder):
 
 CASES = {
     "uses": uses,
+    "late": late,
     "gradient_hooks": gradient_hooks,
     "parts": parts,
     "copies": copies,
+    "saves": saves,
     "forwards": forwards,
     "two_forwards": two_forwards,
     "failing": failing,
@@ -420,18 +489,5 @@ CASES = {
 }
 
 
-def main(name, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    value = CASES[name](Path(folder))
-    if isinstance(value, tuple):
-        value, masters = value
-        if dist.get_rank() == 0:
-            torch.save(masters, Path(folder) / f"{name}.pt")
-    rank_processes.report(name, folder, dist.get_rank(), value)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_processes.main(CASES)

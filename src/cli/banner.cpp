@@ -83,7 +83,10 @@ std::vector<std::string> sharding(const Config& config, const comm::Group& group
                          "optimizer states and gradients are sharded",
                          "optimizer states, gradients and parameters are sharded"};
   return {join("  ", group.size(), " ranks over ", group.backend(), ", ZeRO stage ",
-               config.zero.stage, ": ", split[config.zero.stage])};
+               config.zero.stage, ": ", split[config.zero.stage],
+               config.zero.shard_group_size > 0
+                   ? join(" in groups of ", config.zero.shard_group_size)
+                   : std::string())};
 }
 
 // One line for what lives away from the device, none where nothing does.

@@ -72,6 +72,10 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
          "the run offloads activations, which plans do not count yet; take offload.activations "
          "out, or give batch.micro_batch_size");
   }
+  if (config.zero.shard_group_size > 0) {
+    fail("plan", "zero.shard_group_size is ", config.zero.shard_group_size,
+         ", and plans count all ranks as one group; take it out, or give batch.micro_batch_size");
+  }
   plan::Job job;
   job.machine = std::move(machine);
   job.model = plan::byte_gpt(config.model);

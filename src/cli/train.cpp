@@ -10,6 +10,7 @@
 
 #include "cli/banner.h"
 #include "cli/byte_gpt.h"
+#include "cli/halving.h"
 #include "cli/interrupt.h"
 #include "cli/report.h"
 #include "cli/run_plan.h"
@@ -84,9 +85,12 @@ std::unique_ptr<data::WindowLoader> open_loader(const Config& config,
   return std::make_unique<data::WindowLoader>(std::move(corpus), sampler, window);
 }
 
-std::shared_ptr<comm::Group> join_group(const Config& config) {
+comm::Ranks join_ranks(const Config& config) {
   const auto timeout = std::chrono::duration<double>(config.comm.timeout_seconds);
-  return comm::from_environment(
+  const auto place = comm::place_from_environment();
+  const bool alone = !place || place->size == 1;  // nothing is sharded then
+  return comm::ranks_from_environment(
+      alone ? 0 : static_cast<int>(config.zero.shard_group_size),
       {.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout)});
 }
 
@@ -109,7 +113,7 @@ class Run {
  public:
   Run(const Config& config, Output output)
       : interrupt_(config.state.save_every > 0),
-        group_(join_group(config)),
+        ranks_(join_ranks(config)),
         balance_(balance(config, *group_)),
         report_(config_, group_->rank() == 0 ? output : Output::nothing, group_->size()) {}
 
@@ -118,13 +122,15 @@ class Run {
  private:
   void set_up();
   void loop();
-  StepResult update(std::vector<data::Batch>& window);
+  StepResult update(const std::vector<data::Batch>& window);
+  void end_others(const std::string& why);
   void validate();
   void finish();
   std::optional<memory::Snapshot> held() const;
 
   InterruptScope interrupt_;
-  std::shared_ptr<comm::Group> group_;
+  comm::Ranks ranks_;
+  const std::shared_ptr<comm::Group> group_ = ranks_.all;
   Balance balance_;
   const Config& config_ = balance_.config;
   Report report_;
@@ -134,6 +140,7 @@ class Run {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<data::WindowLoader> loader_;
   std::unique_ptr<RunState> state_;
+  std::optional<Halving> halving_;  // where the split was found
 };
 
 void Run::set_up() {
@@ -146,19 +153,29 @@ void Run::set_up() {
                         checkpointing::recomputed_units(config_.checkpointing, model_->units()),
                         *group_));
   report_.banner(balance_.lines);
-  engine_ = std::make_unique<Engine>(model_view, config_, group_);
+  engine_ = std::make_unique<Engine>(model_view, config_, ranks_);
   model_->bind(*engine_);
   loader_ = open_loader(config_, corpora_.train, *group_);
   state_ = std::make_unique<RunState>(config_, *engine_, *loader_, report_, interrupt_);
   state_->resume();
   state_->rehearse();
+  if (!balance_.lines.empty()) {
+    halving_.emplace(*engine_, [this](const std::string& line) { report_.note(line); });
+  }
 }
 
-StepResult Run::update(std::vector<data::Batch>& window) {
-  return engine_->step(window, [&](const data::Batch& batch) {
+StepResult Run::update(const std::vector<data::Batch>& window) {
+  const auto loss = [&](const data::Batch& batch) {
     interrupt_.check();
     return model_->loss(on(device_, batch));
-  });
+  };
+  return halving_ ? halving_->step(window, loss) : engine_->step(window, loss);
+}
+
+void Run::end_others(const std::string& why) {
+  for (const auto& group : {ranks_.all, ranks_.shard, ranks_.replica}) {
+    if (group) group->abort(why);
+  }
 }
 
 void Run::loop() {
@@ -238,16 +255,16 @@ int Run::go() {
     return 0;
   } catch (const Interrupted& interrupted) {
     if (state_) state_->save_at_signal(interrupted.signal);
-    group_->abort("ended by signal " + std::to_string(interrupted.signal));
+    end_others("ended by signal " + std::to_string(interrupted.signal));
     report_.note("ended by signal " + std::to_string(interrupted.signal));
     report_.finish("ended by signal " + std::to_string(interrupted.signal), held());
     return 128 + interrupted.signal;
   } catch (const c10::Error& error) {  // out of memory is one: the message without its backtrace
-    group_->abort(error.what_without_backtrace());
+    end_others(error.what_without_backtrace());
     report_.finish(error.what_without_backtrace(), held());
     throw;
   } catch (const std::exception& error) {
-    group_->abort(error.what());
+    end_others(error.what());
     report_.finish(error.what(), held());
     throw;
   }

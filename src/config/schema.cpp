@@ -151,8 +151,8 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(optimizer.weight_decay), number(),
           "adamw, adafactor, lamb, lion: decoupled; adam, lars, sgd: added to the gradient"),
       key(POISE_FIELD(optimizer.moments), choice({"fp32", "bf16", "8bit"}),
-          "adam, adamw: what moments are kept in; bf16: rounded stochastically; 8bit: by blocks of "
-          "256 elements with one scale each"),
+          "adam, adamw, and lion but for bf16: what moments are kept in; bf16: rounded "
+          "stochastically; 8bit: by blocks of 256 elements with one scale each"),
       key(POISE_FIELD(optimizer.momentum), number({.low = 0, .high = 1, .ends = Ends::open_high}),
           "sgd, lars: momentum"),
       key(POISE_FIELD(optimizer.nesterov), flag(), "sgd: Nesterov's momentum"),
@@ -220,6 +220,9 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(zero.overlap), flag(), "gradients travel while backward goes on"),
       key(POISE_FIELD(zero.persistence_threshold), integer(0),
           "stage 3: parameters of fewer elements stay whole; 0: none"),
+      key(POISE_FIELD(zero.shard_group_size), integer(0, kLargestCount),
+          "ranks that shard among themselves, those of a node as a rule; groups of so many are "
+          "replicas of each other; 0: all ranks are one group"),
       key(POISE_FIELD(zero.gradient_dtype),
           enumeration<DType>({{"fp32", DType::fp32}, {"bf16", DType::bf16}}),
           "type of gradients on their way between ranks; summed in fp32 on the CPU, in the type by "

@@ -90,8 +90,14 @@ void check_optimizer(const OptimizerPolicy& optimizer) {
          optimizer.min_trust, "; the first is 0 or the larger one");
   }
   only_for(sgd, optimizer.nesterov, "optimizer.nesterov", "optimizer.type sgd");
-  only_for(optimizer.type == "adamw" || optimizer.type == "adam", optimizer.moments != "fp32",
-           "optimizer.moments", "optimizer.type adamw and adam");
+  const bool adam = optimizer.type == "adamw" || optimizer.type == "adam";
+  only_for(adam || optimizer.type == "lion", optimizer.moments != "fp32", "optimizer.moments",
+           "optimizer.type adamw, adam and lion");
+  if (optimizer.type == "lion" && optimizer.moments == "bf16") {
+    fail("config",
+         "optimizer.moments is bf16 with optimizer.type lion, which has fp32 and 8bit; "
+         "use one of them");
+  }
   if (optimizer.nesterov && optimizer.momentum == 0) {
     fail("config", "optimizer.nesterov needs optimizer.momentum > 0; it is 0");
   }
@@ -146,6 +152,8 @@ void check_zero(const ZeroPolicy& zero, const PrecisionPolicy& precision) {
            "zero.stage 3");
   only_for(zero.stage == 3, zero.persistence_threshold != 0, "zero.persistence_threshold",
            "zero.stage 3");
+  only_for(zero.stage >= 1, zero.shard_group_size != 0, "zero.shard_group_size",
+           "zero.stage 1 to 3");
   if (zero.stage >= 1 && !precision.fp32_accumulation) {
     fail("config", "zero.stage ", zero.stage,
          " sums gradients in fp32; set precision.fp32_accumulation, or stage 0");

@@ -62,6 +62,10 @@ void Engine::Impl::run_or_lose(const std::function<void()>& micro_batch) {
     if (group->size() == 1 || !is_out_of_memory(std::current_exception())) throw;
     why = engine::message_of(std::current_exception());
   }
+  lose(why);
+}
+
+void Engine::Impl::lose(const std::string& why) {
   // Not the exception itself: one of Python's holds the frames, and their tensors, that it left.
   lost = why;
   // The others hear of it first: the gathers in flight end when all have submitted theirs.
@@ -108,8 +112,28 @@ void Engine::Impl::follow() {
   gradients.end_following();
 }
 
+// A rank that lost the window takes part in what is left of it, its sums included.
+void Engine::Impl::follow_to_end() {
+  follow();
+  sum_up();
+}
+
+// Outside of what run_or_lose() runs.
+void Engine::Impl::lose_window(const std::string& why) {
+  guarded([&] {
+    lose(why);
+    follow_to_end();
+  });
+  try {
+    drop_lost_window();
+  } catch (const c10::OutOfMemoryError&) {
+    // The caller has the error that it all began with.
+  }
+}
+
 // A window in which some rank ran out of memory is dropped on all of them; the error it ends with.
 void Engine::Impl::drop_lost_window() {
+  ++lost_windows;
   discard_window();
   loss_weights.forget_window();
   const auto told = std::exchange(sums, {});

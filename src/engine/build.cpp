@@ -193,6 +193,13 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
   if (!ranks.shard) ranks.shard = ranks.all;
   if (!ranks.replica) ranks.replica = comm::one_rank(ranks.all->device());
   const auto& [all, shard, replica] = ranks;
+  const auto wanted = config.zero.shard_group_size;
+  if (wanted > 0 && all->size() > 1 && wanted != shard->size()) {
+    fail("engine", "zero.shard_group_size is ", wanted, ", but of the ", all->size(),
+         " ranks given ", shard->size(),
+         " shard among themselves; give ranks that are divided so, "
+         "as those of comm::ranks_from_environment(zero.shard_group_size)");
+  }
   if (shard->size() * replica->size() != all->size() ||
       replica->rank() * shard->size() + shard->rank() != all->rank()) {
     fail("engine", "rank ", all->rank(), " of ", all->size(), " is rank ", shard->rank(), " of ",

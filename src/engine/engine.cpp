@@ -89,13 +89,21 @@ struct Engine::ForwardScope::Impl {
     if (evaluated) evaluated->let_rest_go();
   }
   // The other ranks wait for this one's gathers.
+  bool others_wait() const {
+    return owner.units && owner.gathered_scopes == 0 && owner.group->size() > 1;
+  }
   void fail(const std::string& why) noexcept {
-    if (owner.units && owner.gathered_scopes == 0 && owner.group->size() > 1) {
-      owner.give_up_window(std::make_exception_ptr(Error(why)));
-    }
+    if (owner.lost_windows != lost_windows) return;  // the others have gone on
+    if (others_wait()) owner.give_up_window(std::make_exception_ptr(Error(why)));
+  }
+  void lose(const std::string& why) {
+    const bool of_window = at::GradMode::is_enabled() && owner.state == WindowState::open;
+    if (!of_window) return fail(why);  // an evaluation
+    if (others_wait()) owner.lose_window(why);
   }
   Engine::Impl& owner;
   const int exceptions = std::uncaught_exceptions();
+  const std::int64_t lost_windows = owner.lost_windows;
   zero::Units* evaluated = nullptr;
   engine::Stopwatch watch;
   memory::AccountScope account;
@@ -107,6 +115,9 @@ Engine::ForwardScope::ForwardScope(ForwardScope&&) noexcept = default;
 Engine::ForwardScope::~ForwardScope() = default;
 void Engine::ForwardScope::fail(const std::string& why) noexcept {
   if (impl_) impl_->fail(why);
+}
+void Engine::ForwardScope::lose(const std::string& why) {
+  if (impl_) impl_->lose(why);
 }
 
 // A forward without gradients is an evaluation: it belongs to no window.
@@ -138,11 +149,26 @@ void Engine::backward(const Loss& loss) {
   }
   impl_->guarded([&] {
     if (impl_->state == WindowState::closed) impl_->open_window({});
-    impl_->backward(loss, impl_->micro_batches + 1 == impl_->accumulation()
-                              ? zero::MicroBatch::last
-                              : zero::MicroBatch::inner);
+    const bool is_last = impl_->micro_batches + 1 == impl_->accumulation();
+    impl_->run_or_lose(
+        [&] { impl_->backward(loss, is_last ? zero::MicroBatch::last : zero::MicroBatch::inner); });
+    if (impl_->lost) impl_->follow_to_end();
   });
+  if (impl_->sums.lost_rank >= 0) impl_->drop_lost_window();
 }
+
+void Engine::lose_window(const std::string& why) {
+  if (impl_->group->size() == 1) return discard_window();
+  if (impl_->state == WindowState::summed) {
+    fail("engine",
+         "lose_window() came after begin_update(), when all ranks have their sums; call "
+         "discard_window() on all of them");
+  }
+  if (impl_->state == WindowState::closed) impl_->guarded([&] { impl_->open_window({}); });
+  impl_->lose_window(why);
+}
+
+std::int64_t Engine::lost_windows() const { return impl_->lost_windows; }
 
 bool Engine::is_boundary() const { return impl_->micro_batches >= impl_->accumulation(); }
 
@@ -158,6 +184,7 @@ StepResult Engine::step(Last last) {
          " micro-batches; call it at the boundary, or with Last::yes to close a shorter window");
   }
   const auto result = impl_->guarded([&] { return impl_->close_window(); });
+  if (impl_->sums.lost_rank >= 0) impl_->drop_lost_window();
   stop_on_nonfinite(impl_->config, result);
   return result;
 }
@@ -170,6 +197,7 @@ void Engine::begin_update() {
   }
   engine::Stopwatch watch(impl_->times.update_seconds);
   impl_->guarded([&] { impl_->sum_up(); });
+  if (impl_->sums.lost_rank >= 0) impl_->drop_lost_window();
   impl_->state = WindowState::summed;
 }
 
@@ -197,37 +225,52 @@ std::optional<checkpointing::ActivationOffload> Engine::activation_offload() con
   return impl_->activations;
 }
 
-zero::Unit Engine::unit(const std::string& name) const {
-  const auto& units = impl_->table.units();
+int Engine::Impl::unit_index(const std::string& name) const {
+  const auto& units = table.units();
   const auto found = std::find(units.begin(), units.end(), name);
   if (found == units.end()) {
     fail("engine", "no unit named '", name, "'; the nearest is '", nearest_name(name, units), "'");
   }
-  return {impl_->units, static_cast<int>(found - units.begin())};
+  return static_cast<int>(found - units.begin());
+}
+
+zero::Unit Engine::unit(const std::string& name) const {
+  return {impl_->units, impl_->unit_index(name)};
+}
+
+void Engine::Impl::prepare_gathering(const char* call) {
+  if (state != WindowState::closed) {
+    fail("engine", call, " was called in an open window of ", micro_batches,
+         " micro-batches; call it between windows");
+  }
+  refuse_half_an_update();
+  store.notice_edits();
 }
 
 Engine::Gathered Engine::gathered(std::optional<int> writer) {
-  if (impl_->state != WindowState::closed) {
-    fail("engine", "gathered() was called in an open window of ", impl_->micro_batches,
-         " micro-batches; call it between windows");
-  }
-  impl_->refuse_half_an_update();
   const int ranks = impl_->group->size();
   if (writer && (*writer < 0 || *writer >= ranks)) {
     fail("engine", "gathered() with writer ", *writer, " in a group of ", ranks,
          " ranks; ranks go from 0 to ", ranks - 1);
   }
-  impl_->store.notice_edits();
-  return {*impl_, writer};
+  impl_->prepare_gathering("gathered()");
+  return {*impl_, writer, {}};
 }
 
-Engine::Gathered::Gathered(Engine::Impl& engine, std::optional<int> writer)
-    : engine_(&engine), writer_(writer) {
-  if (engine.units) engine.guarded([&] { engine.units->claim_all(); });
+Engine::Gathered Engine::gathered_unit(const std::string& unit) {
+  impl_->prepare_gathering("gathered_unit()");
+  return {*impl_, {}, impl_->unit_index(unit)};
+}
+
+Engine::Gathered::Gathered(Engine::Impl& engine, std::optional<int> writer, std::optional<int> unit)
+    : engine_(&engine), writer_(writer), unit_(unit) {
+  if (engine.units) {
+    engine.guarded([&] { unit ? engine.units->claim(*unit) : engine.units->claim_all(); });
+  }
   ++engine.gathered_scopes;
 }
 Engine::Gathered::Gathered(Gathered&& other) noexcept
-    : engine_(std::exchange(other.engine_, nullptr)), writer_(other.writer_) {}
+    : engine_(std::exchange(other.engine_, nullptr)), writer_(other.writer_), unit_(other.unit_) {}
 Engine::Gathered::~Gathered() {
   try {
     close();
@@ -249,7 +292,7 @@ void Engine::Gathered::close() {
       engine->store.share_values(flat, *writer_);
     }
     if (!writer_) engine->store.warn_of_lost_edits();
-    if (engine->units) engine->units->release_all();
+    if (engine->units) unit_ ? engine->units->let_go(*unit_) : engine->units->release_all();
   });
 }
 

@@ -139,10 +139,15 @@ struct Engine::Impl {
   void run_or_lose(const std::function<void()>& micro_batch);
   void follow();
   void note_losses(const std::vector<double>& rows, std::size_t columns);
+  void lose(const std::string& why);
+  void follow_to_end();
+  void lose_window(const std::string& why);
   [[noreturn]] void drop_lost_window();
   void gather_gradients();
   void measure_small(zero::MicroBatch position);
   void measure_noise(const std::vector<double>& rows, std::size_t columns);
+  void prepare_gathering(const char* call);
+  int unit_index(const std::string& name) const;
   std::shared_ptr<zero::Units> make_units();
   std::optional<checkpointing::ActivationOffload> make_activations(const ModelView& model);
   // While it lives, what forward saves goes where the config says.
@@ -212,6 +217,7 @@ struct Engine::Impl {
   std::int64_t micro_batches = 0;
   std::int64_t updates = 0;
   std::int64_t skipped = 0;
+  std::int64_t lost_windows = 0;
   config::SchedulePolicy schedule = config.schedule;
   std::int64_t schedule_from = 0;
   engine::Sums sums;

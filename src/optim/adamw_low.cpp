@@ -8,30 +8,6 @@
 #include "poise/error.h"
 
 namespace poise::optim {
-namespace {
-
-// Steele, Lea and Flood 2014, SplitMix64: neighbouring numbers become unrelated ones.
-std::uint64_t scattered(std::uint64_t number) {
-  number += 0x9E3779B97F4A7C15u;
-  number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9u;
-  number = (number ^ (number >> 27)) * 0x94D049BB133111EBu;
-  return number ^ (number >> 31);
-}
-
-std::vector<kernels::AdamLowSegment> random_segments(const Span& span,
-                                                     const std::vector<GroupSettings>& groups,
-                                                     std::uint64_t key) {
-  std::vector<kernels::AdamLowSegment> segments;
-  segments.reserve(span.segments.size());
-  for (const Segment& s : span.segments) {
-    const GroupSettings& group = groups[s.group];
-    segments.push_back({s.begin, s.end, group.lr, group.weight_decay, s.first,
-                        scattered(key ^ scattered(s.parameter))});
-  }
-  return segments;
-}
-
-}  // namespace
 
 AdamWLow::AdamWLow(const config::OptimizerPolicy& policy, bool decoupled, Bits bits,
                    std::uint64_t seed)
@@ -61,8 +37,7 @@ void AdamWLow::apply(Span& span, const std::vector<GroupSettings>& groups, std::
   auto settings = settings_;
   settings.step = update;
   settings.factor = factor;
-  const auto segments = random_segments(
-      span, groups, scattered(seed_ ^ scattered(static_cast<std::uint64_t>(update))));
+  const auto segments = rounded_segments(span, groups, seed_, update);
   const auto count = static_cast<std::int64_t>(segments.size());
   const auto launch = launch_for(span.master.device());
   auto& m = span.moments;

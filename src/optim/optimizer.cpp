@@ -45,7 +45,7 @@ std::unique_ptr<Optimizer> make_optimizer(const config::OptimizerPolicy& policy,
   if (policy.type == "adafactor") return std::make_unique<Adafactor>(policy);
   if (policy.type == "lamb") return std::make_unique<Lamb>(policy);
   if (policy.type == "lars") return std::make_unique<Lars>(policy);
-  if (policy.type == "lion") return std::make_unique<Lion>(policy);
+  if (policy.type == "lion") return std::make_unique<Lion>(policy, seed);
   if (policy.type == "sgd") return std::make_unique<Sgd>(policy);
   fail("optim", "unknown optimizer: '", policy.type,
        "'; use one of: adamw, adam, adafactor, lamb, lars, lion, sgd");

@@ -43,4 +43,30 @@ void check_span(const Span& span, const std::vector<GroupSettings>& groups,
   POISE_CHECK(previous_end <= span.master.numel(), previous_end);
 }
 
+namespace {
+
+// Steele, Lea and Flood 2014, SplitMix64: neighbouring numbers become unrelated ones.
+std::uint64_t scattered(std::uint64_t number) {
+  number += 0x9E3779B97F4A7C15u;
+  number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9u;
+  number = (number ^ (number >> 27)) * 0x94D049BB133111EBu;
+  return number ^ (number >> 31);
+}
+
+}  // namespace
+
+std::vector<kernels::RoundedSegment> rounded_segments(const Span& span,
+                                                      const std::vector<GroupSettings>& groups,
+                                                      std::uint64_t seed, std::int64_t update) {
+  const auto key = scattered(seed ^ scattered(static_cast<std::uint64_t>(update)));
+  std::vector<kernels::RoundedSegment> segments;
+  segments.reserve(span.segments.size());
+  for (const Segment& s : span.segments) {
+    const GroupSettings& group = groups[s.group];
+    segments.push_back({s.begin, s.end, group.lr, group.weight_decay, s.first,
+                        scattered(key ^ scattered(s.parameter))});
+  }
+  return segments;
+}
+
 }  // namespace poise::optim

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/launch.h"
+#include "kernels/rounded.h"
 #include "poise/optim.h"
 
 namespace poise::optim {
@@ -27,6 +28,12 @@ std::vector<KernelSegment> kernel_segments(const Span& span,
   }
   return segments;
 }
+
+// The same where moments are rounded at random: by bits that depend on seed, update and the
+// parameter's name.
+std::vector<kernels::RoundedSegment> rounded_segments(const Span& span,
+                                                      const std::vector<GroupSettings>& groups,
+                                                      std::uint64_t seed, std::int64_t update);
 
 // Fills the members that all kernels' array structs share.
 template <class Arrays>

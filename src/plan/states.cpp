@@ -16,12 +16,14 @@ int bytes_of(config::DType dtype) { return dtype == config::DType::fp32 ? 4 : 2;
 // Bytes of all moments of a parameter's element.
 double moment_bytes(const config::OptimizerPolicy& optimizer) {
   if (optimizer.type == "sgd") return optimizer.momentum > 0 ? 4 : 0;
-  if (optimizer.type == "lion" || optimizer.type == "lars") return 4;
+  const double eight_bits = 1 + 4.0 / 256;  // a scale for each 256 elements
+  if (optimizer.type == "lion") return optimizer.moments == "8bit" ? eight_bits : 4;
+  if (optimizer.type == "lars") return 4;
   // Rows and columns: hundredths of a byte per element of a matrix, on every rank.
   if (optimizer.type == "adafactor") return 0;
   // adam, adamw, lamb
   if (optimizer.moments == "bf16") return 4;
-  if (optimizer.moments == "8bit") return 2 * (1 + 4.0 / 256);  // a scale for each 256 elements
+  if (optimizer.moments == "8bit") return 2 * eight_bits;
   return 8;
 }
 

@@ -72,6 +72,8 @@ class Following {
   // The next step, which this rank is to take; none: no rank runs any more, and none has gone
   // further. Throws Error where none comes within the timeout.
   std::optional<Step> next();
+  // A text that says it is of this window, as notes of an earlier one may still be there.
+  std::string stamped(const std::string& text) const;
   // What `rank` said when it ran out of memory in this window.
   std::string loss_of(int rank) const;
 
@@ -84,7 +86,6 @@ class Following {
   std::optional<Step> read(std::size_t position) const;
   bool all_follow_from_here() const;
 
-  std::string stamped(const std::string& text) const;
   std::optional<std::string> note(const std::string& key) const;
 
   comm::Group& group_;

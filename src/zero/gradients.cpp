@@ -116,6 +116,7 @@ void Gradients::end_micro_batch() {
 void Gradients::follow_micro_batch(MicroBatch position) {
   begin_micro_batch(position);
   end_micro_batch();
+  if (joins(position) && !shards_.splits_parameters()) reducer_.follow_late();
 }
 
 // The gradient with its elements in the order of the flat: dense, strided like the parameter.

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "core/launch.h"
 #include "kernels/accumulate.h"
+#include "poise/error.h"
 
 namespace poise::zero {
 
@@ -70,6 +72,9 @@ Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards
   }
   std::stable_partition(order_.begin(), order_.end(),
                         [&](int flat) { return !waits_for_end(flat); });
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    if (shards.whole(order_[i]) > 0) last_ = i;
+  }
   if (group_.size() > 1) {
     AccountScope scope(ledger, Account::communication);
     group_.reserve(largest);
@@ -130,7 +135,7 @@ void Reducer::added(int entry) {
 bool Reducer::ready(int flat) { return state(flat).missing == 0 && !waits_for_end(flat); }
 
 void Reducer::submit_ready() {
-  for (; next_ < order_.size() && ready(order_[next_]); ++next_) {
+  for (; next_ < last_ && ready(order_[next_]); ++next_) {
     const int flat = order_[next_];
     submit(flat, pile_of(flat), shards_.reduces_every_micro_batch());
   }
@@ -150,7 +155,16 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   const auto range = shards_.mine(flat);
   const auto& unit = table_.units()[static_cast<std::size_t>(layout(flat).unit)];
   auto mine = pile.sum.narrow(0, range.begin, range.size());
-  Flight flight{flat, pile.sum, on_wire(pile.sum), transient, {}};
+  bool adds = transient;
+  if (transient && shards_.splits_gradients() && !s.shard_written) {  // the first of its window
+    const auto shard = store_.gradient_shard(flat);
+    if (shard.device() == mine.device()) {
+      mine = shard;
+      adds = false;
+      s.shard_written = true;
+    }
+  }
+  Flight flight{flat, pile.sum, on_wire(pile.sum), adds, {}};
   following_.take(Following::Operation::join, flat);
   if (shards_.whole(flat) > 0) {
     // Ranks that join once per window may have had different numbers of micro-batches.
@@ -176,7 +190,7 @@ void Reducer::land_all() {
 void Reducer::land(const Flight& flight) {
   at::NoGradGuard no_grad;
   following_.wait(flight.event);
-  if (!flight.transient) return;  // summed in place
+  if (!flight.adds) return;  // summed in place
   auto& s = state(flight.flat);
   const auto range = shards_.mine(flight.flat);
   auto shard = store_.gradient_shard(flight.flat);
@@ -210,8 +224,41 @@ void Reducer::drop_unjoined() {
   for (const int flat : order_) state(flat).transient = {};
 }
 
+namespace {
+
+constexpr const char* kLate = "late";
+
+}  // namespace
+
+// Of this window and, where each is joined, micro-batch.
+std::string Reducer::late_note(const std::string& flats) const {
+  const auto number = shards_.reduces_every_micro_batch() ? micro_batch_ : 0;
+  return following_.stamped(join(number, ":", flats));
+}
+
+void Reducer::follow_late() {
+  if (group_.size() == 1) return;
+  std::string flats;
+  try {
+    const auto text = group_.note(kLate);
+    const auto stamp = late_note("");
+    if (!text || text->rfind(stamp, 0) != 0) return;
+    flats = text->substr(stamp.size());
+  } catch (const Error&) {  // a group that has no store for notes
+    return;
+  }
+  std::istringstream stream(flats);
+  for (int flat = 0; stream >> flat;) submit(flat, pile_of(flat), true);
+  land_all();
+}
+
 void Reducer::end_micro_batch() {
   if (!joins_) return;
+  std::string late;
+  for (const int flat : order_) {
+    if (state(flat).submitted && state(flat).transient.sum.defined()) late += join(" ", flat);
+  }
+  if (!late.empty()) group_.leave_note(kLate, late_note(late));
   for (const int flat : order_) {
     if (!state(flat).submitted) join_flat(flat);
   }

@@ -6,6 +6,10 @@
 // per micro-batch that joins, zeros for gradients that did not come. A gradient that comes after
 // its flat went (reentrant checkpointing of a parameter used twice) is joined in a second round at
 // the end.
+//
+// That there will be such a round is not known to a rank that has no micro-batch. The others leave
+// it a note before they join the last flat, which they keep for the end of backward: who has joined
+// that one finds the note.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,6 +49,8 @@ class Reducer {
   void join_flat(int flat);
   // The end of a micro-batch, and of the window's joins, on such a rank.
   void end_following();
+  // After end_micro_batch() on a rank that ran no backward: the others' second round.
+  void follow_late();
   // Drops gradients that are not yet joined: their micro-batch failed.
   void drop_unjoined();
   // Joins what was not joined yet; no gradient may come afterwards.
@@ -67,7 +73,7 @@ class Reducer {
     int flat;
     at::Tensor sum;   // kept until it lands
     at::Tensor wire;  // what travels: the sum, or a 16-bit copy of it
-    bool transient;
+    bool adds;        // the result is to be added to the shard; else it is where it belongs
     Event event;
   };
   FlatState& state(int flat) { return flats_[static_cast<std::size_t>(flat)]; }
@@ -77,6 +83,7 @@ class Reducer {
   bool waits_for_end(int flat) const;
   bool ready(int flat);
   void submit_ready();
+  std::string late_note(const std::string& flats) const;
   void submit(int flat, Pile& pile, bool transient);
   at::Tensor on_wire(const at::Tensor& sum);
   void land_all();
@@ -95,6 +102,7 @@ class Reducer {
   std::vector<FlatState> flats_;
   std::deque<Flight> flights_;
   std::size_t next_ = 0;  // in order_
+  std::size_t last_ = 0;  // in order_: the last one that travels
   std::int64_t micro_batch_ = 0;
   bool joins_ = false;
   bool window_joined_ = false;

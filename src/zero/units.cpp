@@ -222,6 +222,16 @@ void Units::claim_all() {
   for (std::size_t unit = 0; unit < states_.size(); ++unit) ensure(static_cast<int>(unit));
 }
 
+void Units::claim(int unit) {
+  ++state(unit).forward_claims;
+  ensure(unit);
+}
+
+void Units::let_go(int unit) {
+  --state(unit).forward_claims;
+  release_unclaimed(unit);
+}
+
 void Units::release_all() {
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
     --states_[unit].forward_claims;

@@ -53,6 +53,9 @@ class Units : public std::enable_shared_from_this<Units> {
   // All parameters whole, whatever happens meanwhile, until the matching call.
   void claim_all();
   void release_all();
+  // The same of one unit.
+  void claim(int unit);
+  void let_go(int unit);
 
  private:
   struct Claim {

@@ -147,6 +147,29 @@ TEST_F(Ranks, EveryStageGivesTheCurveOfOneRank) {
   EXPECT_LT(by_stage[1]["peak_bytes"], by_stage[0]["peak_bytes"]);
 }
 
+// Four ranks that shard in pairs, which are replicas of each other.
+TEST_F(Ranks, ShardGroupsGiveTheCurveOfOneRank) {
+  EXPECT_EQ(wait_for(start(1, "one", {"zero.stage=3", "zero.shard_group_size=2"}).front()), 0)
+      << log_of("one", 0);
+  const auto alone = summary("one");
+  const std::vector<std::string> settings{"zero.stage=3", "batch.micro_batch_size=1",
+                                          "zero.shard_group_size=2"};
+  for (const auto process : start(4, "pairs", settings)) {
+    EXPECT_EQ(wait_for(process), 0) << log_of("pairs", 0) << log_of("pairs", 1);
+  }
+  EXPECT_THAT(log_of("pairs", 0), HasSubstr("parameters are sharded in groups of 2"));
+  const auto got = summary("pairs");
+  ASSERT_EQ(got["losses"].size(), alone["losses"].size());
+  for (std::size_t i = 0; i < got["losses"].size(); ++i) {
+    const double loss = alone["losses"][i];
+    EXPECT_NEAR(got["losses"][i].get<double>(), loss, 1e-5 * loss);
+  }
+  for (const auto process : start(2, "odd", {"zero.stage=3", "zero.shard_group_size=3"})) {
+    EXPECT_EQ(wait_for(process), 1);
+  }
+  EXPECT_THAT(log_of("odd", 0), HasSubstr("shard groups of 3 ranks do not divide the 2 ranks"));
+}
+
 // Saved by two processes at stage 3, resumed by two at stage 3 and 2 and by one.
 TEST_F(Ranks, ResumeOnAnyNumberOfRanks) {
   const auto run = [&](int ranks, const std::string& name, std::vector<std::string> settings) {

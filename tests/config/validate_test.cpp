@@ -98,10 +98,27 @@ TEST(Validate, RulesBetweenSettings) {
        ""},
       {[](Config& c) { c.optimizer.scale_parameter = true; }, "only for optimizer.type adafactor"},
       {[](Config& c) {
+         c.optimizer.type = "sgd";
+         c.optimizer.moments = "bf16";
+       },
+       "optimizer.moments is given but is only for optimizer.type adamw, adam and lion"},
+      {[](Config& c) {
          c.optimizer.type = "lion";
          c.optimizer.moments = "bf16";
        },
-       "optimizer.moments is given but is only for optimizer.type adamw and adam"},
+       "optimizer.moments is bf16 with optimizer.type lion"},
+      {[](Config& c) {
+         c.optimizer.type = "lion";
+         c.optimizer.moments = "8bit";
+       },
+       ""},
+      {[](Config& c) { c.zero.shard_group_size = 2; },
+       "zero.shard_group_size is given but is only for zero.stage 1 to 3"},
+      {[](Config& c) {
+         c.zero.stage = 1;
+         c.zero.shard_group_size = 2;
+       },
+       ""},
       {[](Config& c) {
          c.optimizer.type = "adafactor";
          c.offload.parameters = config::Offload::host;

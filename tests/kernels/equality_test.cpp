@@ -197,7 +197,7 @@ TEST_P(Equality, AdamWAndAdam) {
 
 // Segments that begin where blocks do, the second one cut short.
 TEST_P(Equality, AdamWWithMomentsInFewerBits) {
-  const std::vector<AdamLowSegment> segments{{0, 256, 0.1, 0.01, 0, 1},
+  const std::vector<RoundedSegment> segments{{0, 256, 0.1, 0.01, 0, 1},
                                              {512, 900, 0.02, 0.0, 1000, 2},
                                              {1024, 1024, 0.5, 0.5, 0, 3},
                                              {1024, 30000, 0.003, 0.2, 0, 4}};
@@ -431,6 +431,41 @@ TEST_P(Equality, Lion) {
       for (int i = 0; i < 3; ++i) {
         EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " " << low_type << " array " << i;
       }
+    }
+  }
+}
+
+TEST_P(Equality, LionWithItsMomentumIn8Bits) {
+  const std::vector<RoundedSegment> segments{{0, 256, 0.1, 0.01, 0, 1},
+                                             {512, 900, 0.02, 0.0, 1000, 2},
+                                             {1024, 1024, 0.5, 0.5, 0, 3},
+                                             {1024, 30000, 0.003, 0.2, 0, 4}};
+  constexpr std::int64_t kBlocks = (kFlat + kQuantBlock - 1) / kQuantBlock;
+  for (const at::ScalarType type : kTypes) {
+    const at::Tensor gradient = values(kFlat, type, 3, false);
+    const at::Tensor codes =
+        values(kFlat, at::kFloat, 5, false).mul(3e4).abs().remainder(255).to(at::kByte);
+    const std::vector<at::Tensor> expected = {
+        values(kFlat, at::kFloat, 4, false), values(kFlat, at::kBFloat16, 8, false),
+        on(c10::Device(c10::kCPU), codes), values(kBlocks, at::kFloat, 9, false).abs()};
+    std::vector<at::Tensor> actual;
+    for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
+    const at::Tensor there = on(device(), gradient);
+    const auto run = [&](const Launch& launch, const std::vector<at::Tensor>& t,
+                         const at::Tensor& g) {
+      Lion8BitArrays arrays;
+      arrays.master = t[0].data_ptr<float>();
+      arrays.low = t[1].data_ptr();
+      arrays.gradient = g.data_ptr();
+      arrays.gradient_dtype = kernel_dtype(type);
+      arrays.code = t[2].data_ptr<std::uint8_t>();
+      arrays.scale = t[3].data_ptr<float>();
+      lion_8bit(launch, arrays, segments.data(), 4, {0.9, 0.99, 0.7});
+    };
+    run(kReference, expected, gradient);
+    run(launch(), actual, there);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(same_bits(expected[i], actual[i])) << type << " array " << i;
     }
   }
 }

@@ -40,6 +40,7 @@ TEST_P(Hybrid, TrainsAsTheWorldDoes) {
     Config config;
     config.optimizer = test::adamw();
     config.zero.stage = stage;
+    if (stage > 0) config.zero.shard_group_size = 2;
     Engine engine(model.view(), config, mesh.of(all));
     model.bind(engine);
     for (int update = 0; update < 3; ++update) {
@@ -77,6 +78,27 @@ TEST(HybridCost, ShardsOfThePair) {
     constexpr auto optimizer = static_cast<std::size_t>(memory::Account::optimizer);
     EXPECT_EQ(books.current[optimizer], 8 * 256 * 256 / 2);
   });
+}
+
+TEST(HybridCost, GroupsOfAnotherSizeThanTheConfigSaysAreRefused) {
+  testing::on_ranks(2, [&](std::shared_ptr<comm::Group> all) {
+    GridModel model;
+    Config config;
+    config.zero.stage = 3;
+    config.zero.shard_group_size = 1;
+    try {
+      Engine engine(model.view(), config, all);
+      ADD_FAILURE() << "both ranks shard among themselves";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(),
+                  HasSubstr("zero.shard_group_size is 1, but of the 2 ranks given 2"));
+    }
+  });
+  GridModel model;
+  Config config;
+  config.zero.stage = 3;
+  config.zero.shard_group_size = 8;
+  EXPECT_NO_THROW(Engine(model.view(), config)) << "with one rank nothing is sharded";
 }
 
 TEST(HybridCost, GroupsThatDoNotFitAreRefused) {

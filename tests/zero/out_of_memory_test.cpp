@@ -38,7 +38,8 @@ struct Trial {
   int updates = 8;
   std::vector<int> counts;  // micro-batches of each rank in an update
   Room room = [](int, int, int) { return std::nullopt; };
-  bool in_blocks = false;  // two shard groups of two
+  bool in_blocks = false;    // two shard groups of two
+  bool three_calls = false;  // forward, backward, step; equal counts
   // Updates whose window is run in halves at once; the others are only where memory runs out.
   std::function<bool(int)> halved = [](int) { return false; };
 };
@@ -69,6 +70,28 @@ Loss loss_of(const GridModel& model, const at::Tensor& batch) {
   return Loss::sum(model.loss_sum(batch) + none, test::counted(batch));
 }
 
+using LossOf = std::function<Loss(const at::Tensor&)>;
+
+// The window in the form that the trial wants.
+StepResult run_window(const Trial& run, Engine& engine, const Batches& window, const LossOf& loss) {
+  if (!run.three_calls) return engine.step(window, loss);
+  engine.set_accumulation(static_cast<std::int64_t>(window.size()));
+  for (const auto& batch : window) {
+    Loss value;
+    {
+      const auto scope = engine.forward_scope();
+      try {
+        value = loss(batch);
+      } catch (const c10::OutOfMemoryError& error) {
+        engine.lose_window(error.what_without_backtrace());
+        throw;
+      }
+    }
+    engine.backward(value);
+  }
+  return engine.step();
+}
+
 Ended train(const Trial& run) {
   Ended ended;
   const auto ranks = static_cast<std::size_t>(run.ranks);
@@ -87,6 +110,7 @@ Ended train(const Trial& run) {
         Engine engine(model.view(), run.config, run.in_blocks ? mesh.of(group) : world);
         model.bind(engine);
         std::optional<std::int64_t> held;
+        std::int64_t lost = 0;
         for (int update = 0; update < run.updates; ++update) {
           auto window = window_of(run, update, group->rank());
           if (run.halved(update)) window = halves(window);
@@ -104,15 +128,16 @@ Ended train(const Trial& run) {
           StepResult result;
           bool failed = false;
           try {
-            result = engine.step(window, full);
+            result = run_window(run, engine, window, full);
           } catch (const c10::OutOfMemoryError& error) {
             ended.messages[rank] = error.what_without_backtrace();
             failed = true;
           }
           const_cast<memory::Ledger&>(engine.ledger()).set_budget(0);
           if (failed) {
-            result =
-                engine.step(halves(window), [&](const at::Tensor& b) { return loss_of(model, b); });
+            EXPECT_EQ(engine.lost_windows(), ++lost);
+            result = run_window(run, engine, halves(window),
+                                [&](const at::Tensor& b) { return loss_of(model, b); });
           }
           EXPECT_EQ(result.status, Status::applied);
           EXPECT_EQ(result.updates, update + 1);
@@ -234,6 +259,52 @@ TEST_P(OutOfMemory, InShardGroups) {
     return 600 * update;
   };
   EXPECT_GE(expect_same_as_unbroken(run), 4);
+}
+
+// In the three-call form the rank that runs out ends there, the others in their step.
+TEST_P(OutOfMemory, InTheThreeCallForm) {
+  Trial run{.config = config(), .ranks = 2, .updates = 18, .counts = {3, 3}, .three_calls = true};
+  run.room = [](int update, int rank, int micro_batch) -> std::optional<std::int64_t> {
+    if (rank != update % 2 || micro_batch != update % 3) return std::nullopt;
+    return 700 * update;
+  };
+  EXPECT_GE(expect_same_as_unbroken(run), 12);
+  run.room = [](int update, int rank, int micro_batch) -> std::optional<std::int64_t> {
+    if (micro_batch != (update / 2 + rank) % 2) return std::nullopt;  // all ranks
+    return 800 * ((3 * update + 5 * rank) % 8);
+  };
+  run.updates = 8;
+  EXPECT_GE(expect_same_as_unbroken(run), 6);
+}
+
+// Where an update runs out of memory on one rank, all end with its message.
+TEST(OutOfMemoryInTheUpdate, EndsAllRanksWithTheReason) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors =
+      testing::errors_on_ranks(2,
+                               [](std::shared_ptr<comm::Group> group) {
+                                 at::set_num_threads(1);
+                                 auto config = config_of(1);
+                                 config.optimizer.type = "lamb";  // makes sums of its own
+                                 GridModel model;
+                                 Engine engine(model.view(), config, group);
+                                 for (int update = 0; update < 3; ++update) {
+                                   engine.backward(loss_of(model, test::make_tokens(2, 7)));
+                                   engine.begin_update();
+                                   auto& ledger = const_cast<memory::Ledger&>(engine.ledger());
+                                   const bool full = update == 1 && group->rank() == 1;
+                                   if (full) ledger.set_budget(ledger.snapshot().current_bytes + 8);
+                                   try {
+                                     engine.step();
+                                   } catch (const c10::OutOfMemoryError&) {
+                                     EXPECT_TRUE(full);
+                                     throw;
+                                   }
+                                 }
+                               },
+                               {.timeout = std::chrono::seconds(30)});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
+  for (const auto& error : errors) EXPECT_THAT(error, HasSubstr("CPU out of memory"));
 }
 
 // Kept for the window, sent in bf16, without overlap: other sequences of collectives.

@@ -62,6 +62,37 @@ TEST_P(Stages, AWindowWithoutAnyMicroBatchIsAnErrorOnAllRanks) {
   for (const auto& error : errors) EXPECT_THAT(error, ::testing::HasSubstr("no micro-batches"));
 }
 
+// At stage 3 a rank without a micro-batch follows to the end and has measured nothing of the first.
+TEST(NoiseScale, LeavesOutWindowsInWhichARankHadNoMicroBatch) {
+  // The scale after an even window and after one of these counts.
+  const auto after = [](const std::vector<std::size_t>& counts) {
+    std::pair<double, double> seen;
+    testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
+      at::set_num_threads(1);
+      Training run{.ranks = 2, .config = config_of(3), .window = test::equal_windows(4)};
+      run.config.engine.noise_scale = true;
+      GridModel model;
+      Engine engine(model.view(), run.config, group);
+      model.bind(engine);
+      const auto scale = [&](int update, const std::vector<std::size_t>& of_ranks) {
+        run.counts = of_ranks;
+        const auto loss = [&](const at::Tensor& b) {
+          return Loss::sum(model.loss_sum(b), test::counted(b));
+        };
+        return engine.step(test::share_of(run, run.window(update), group->rank()), loss)
+            .noise_scale;
+      };
+      const double first = scale(0, {2, 2}), second = scale(1, counts);
+      if (group->rank() == 0) seen = {first, second};
+    });
+    return seen;
+  };
+  const auto even = after({2, 2}), uneven = after({4, 0});
+  EXPECT_EQ(even.first, uneven.first);
+  EXPECT_NE(even.second, even.first);
+  EXPECT_EQ(uneven.second, uneven.first);
+}
+
 // One rank's loss (or count, or gradient) decides the status of all.
 struct Fault {
   std::string name;

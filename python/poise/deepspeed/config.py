@@ -41,7 +41,6 @@ class Settings:
       micro_batch: samples of a micro-batch; None: not said.
       drop_last: of the loader that initialize() makes.
       steps_per_print: 0: never.
-      shard_size: ranks that shard together; 0: all.
       values: the file's own numbers, of mapped keys.
       auto: keys that said "auto".
       notes: keys that were accepted and have nothing to do here: their reasons.
@@ -53,7 +52,6 @@ class Settings:
     micro_batch: int | None = None
     drop_last: bool = False
     steps_per_print: int = 0
-    shard_size: int = 0
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     auto: list[str] = dataclasses.field(default_factory=list)
     notes: dict[str, Key] = dataclasses.field(default_factory=dict)
@@ -211,9 +209,24 @@ def _zero(values: dict[str, Any], settings: Settings) -> None:
     threshold = zero.pop("persistence_threshold", None)
     if threshold is not None and stage == 3:
         zero["persistence_threshold"] = int(threshold)
-    settings.shard_size = max(0, int(_number(values, "zero_optimization.mics_shard_size", -1)))
+    zero.pop("shard_group_size", None)
+    if size := _shard_group_size(values):
+        zero["shard_group_size"] = size
     settings.engine["offload"] = _offload(values, stage)
     settings.engine["zero"] = zero
+
+
+def _shard_group_size(values: dict[str, Any]) -> int:
+    """0: all ranks."""
+    mics = int(_number(values, "zero_optimization.mics_shard_size", -1))
+    hpz = int(_number(values, "zero_optimization.zero_hpz_partition_size", 1))
+    mics, hpz = max(mics, 0), hpz if hpz > 1 else 0
+    if mics and hpz and mics != hpz:
+        raise Error(
+            f"[deepspeed] zero_optimization.mics_shard_size is {mics} and zero_hpz_partition_size "
+            f"{hpz}: both say how many ranks shard among themselves; keep one of them"
+        )
+    return mics or hpz
 
 
 def _offload(values: dict[str, Any], stage: int) -> dict[str, Any]:

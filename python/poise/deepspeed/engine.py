@@ -306,7 +306,7 @@ class DeepSpeedEngine(WrappedModel):
         """The model's state_dict with whole tensors, as torch.save writes it; all ranks call."""
         if os.path.basename(save_filename) != save_filename:
             raise Error(f"[deepspeed] save_16bit_model: {save_filename!r} is no name of a file")
-        state = self.state_dict()
+        state = self.engine.state_dict(rank=0)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(save_dir) / save_filename)

@@ -178,7 +178,12 @@ _ZERO = [
         "zero.persistence_threshold",
         "0 unless given",
     ),
-    _mapped("zero_optimization.mics_shard_size", "(group) poise.comm.hybrid", "-1: all ranks"),
+    _mapped("zero_optimization.mics_shard_size", "zero.shard_group_size", "-1: all ranks"),
+    _mapped(
+        "zero_optimization.zero_hpz_partition_size",
+        "zero.shard_group_size",
+        "1: all ranks; gradients and optimizer states are sharded inside the group, too",
+    ),
     *_noted(
         _NO_BUCKETS,
         "zero_optimization.reduce_bucket_size",
@@ -225,9 +230,6 @@ _ZERO = [
         "zero_optimization.log_trace_cache_warnings",
     ),
     *_noted("the norm costs one pass and is always there", "zero_optimization.compute_grad_norm"),
-    _refused(
-        "zero_optimization.zero_hpz_partition_size", "use mics_shard_size to shard in a node", 1
-    ),
     *(
         _refused(f"zero_optimization.{name}", "parameters and gradients travel unquantised", False)
         for name in (

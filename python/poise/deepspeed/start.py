@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from poise import comm, ranks, torch_optimizer, torch_settings
+from poise import ranks, torch_optimizer, torch_settings
 from poise._C import Error
 from poise.deepspeed import launch, optimizers, schedules
 from poise.deepspeed.config import Settings, read
@@ -72,7 +72,7 @@ def initialize(
     if training_data is not None:
         loader = _loader(training_data, settings, collate_fn)
     with torch_optimizer.left_out_frozen(model, optimizer):
-        engine = Engine(model, sections, group=_group(settings, device))
+        engine = Engine(model, sections)
         wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
     return wrapped, optimizer, wrapped.loader, scheduler
 
@@ -130,12 +130,6 @@ def _refuse_auto(prefix: str, settings: Settings) -> None:
             f'[deepspeed] {open_ones[0]} is "auto", which a Trainer fills in from its arguments; '
             "give a number, or leave it out"
         )
-
-
-def _group(settings: Settings, device: torch.device) -> Any:
-    if settings.shard_size and ranks.here().size > 1:
-        return comm.hybrid(settings.shard_size, device)
-    return None
 
 
 def _loader(data: Any, settings: Settings, collate: Callable | None) -> Any:
