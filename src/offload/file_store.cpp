@@ -10,6 +10,8 @@ namespace poise::offload {
 
 namespace {
 
+constexpr std::int64_t kMostLanes = 2;  // each way
+
 std::int64_t whole_sectors(std::int64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
 
 }  // namespace
@@ -24,6 +26,7 @@ class FileStore::FileSpan final : public Span {
   // Blocks [first, last] on their way.
   struct Transfer {
     std::int64_t first, last;
+    const Lane* lane;
     Event event;
     bool meets(const Transfer& other) const { return first <= other.last && other.first <= last; }
   };
@@ -44,15 +47,21 @@ class FileStore::FileSpan final : public Span {
   }
 
   template <class Move>
-  Event submit(Lane& lane, std::vector<Transfer>& same, std::vector<Transfer>& other,
+  Event submit(Lanes& lanes, std::vector<Transfer>& same, std::vector<Transfer>& other,
                std::int64_t begin, const at::Tensor& tensor, Move move) {
     POISE_CHECK(tensor.device().is_cpu());
     const auto size = static_cast<std::int64_t>(c10::elementSize(dtype()));
     const auto low = begin * size, high = low + tensor.numel() * size;
-    Transfer mine{low / lane.block_bytes(), (high - 1) / lane.block_bytes(), {}};
+    const auto block = store_->block_bytes_;
     const std::lock_guard guard(store_->mutex_);
+    Lane& lane = lanes.next();
+    Transfer mine{low / block, (high - 1) / block, &lane, {}};
     for (const auto& one : other) {
       if (one.meets(mine)) lane.stream().wait(one.event);
+    }
+    const bool writes = &lanes == &store_->writes_;  // reads may meet
+    for (const auto& one : same) {
+      if (writes && one.lane != &lane && one.meets(mine)) lane.stream().wait(one.event);
     }
     mine.event = lane.stream().submit(
         [&lane, room = room_, low, high, tensor, move] { move(lane, *room, low, high, tensor); });
@@ -76,10 +85,21 @@ class FileStore::FileSpan final : public Span {
 FileStore::FileStore(const config::OffloadPolicy& policy, HostMemory& memory, const MakeIo& make,
                      ScratchFile::Name name)
     : space_(std::make_shared<Space>(policy.directory, name)),
-      reads_(space_->file, memory.allocate(policy.queue_depth * policy.block_bytes, at::kByte),
-             policy.block_bytes, make),
-      writes_(space_->file, memory.allocate(policy.queue_depth * policy.block_bytes, at::kByte),
-              policy.block_bytes, make) {}
+      block_bytes_(policy.block_bytes),
+      reads_(space_->file, policy, memory, make),
+      writes_(space_->file, policy, memory, make) {}
+
+FileStore::Lanes::Lanes(ScratchFile& file, const config::OffloadPolicy& policy, HostMemory& memory,
+                        const MakeIo& make) {
+  const auto count = std::min<std::int64_t>(kMostLanes, policy.queue_depth);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto depth = policy.queue_depth / count + (i < policy.queue_depth % count ? 1 : 0);
+    const auto buffers = memory.allocate(depth * policy.block_bytes, at::kByte);
+    lanes.push_back(std::make_unique<Lane>(file, buffers, policy.block_bytes, make));
+  }
+}
+
+Lane& FileStore::Lanes::next() { return *lanes[turn++ % lanes.size()]; }
 
 SpanPtr FileStore::reserve(std::int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
@@ -89,7 +109,7 @@ SpanPtr FileStore::reserve(std::int64_t numel, at::ScalarType dtype) {
 
 // Rooms of a size that was given back are used again; spans that come and go have few sizes.
 std::shared_ptr<Room> FileStore::take_room(std::int64_t bytes) {
-  const auto block = reads_.block_bytes();
+  const auto block = block_bytes_;
   auto room = std::make_unique<Room>();
   room->bytes = bytes;
   room->checksums.resize(static_cast<std::size_t>((bytes + block - 1) / block));

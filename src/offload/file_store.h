@@ -1,4 +1,4 @@
-// Spans in one scratch file, read and written by two lanes.
+// Spans in one scratch file, read and written by lanes.
 #pragma once
 
 #include <map>
@@ -19,10 +19,19 @@ class FileStore final : public Store, public std::enable_shared_from_this<FileSt
   SpanPtr reserve(std::int64_t numel, at::ScalarType dtype) override;
   std::int64_t file_bytes() const override;
   const ScratchFile& file() const { return space_->file; }
-  const char* io_name() const { return reads_.io_name(); }
+  const char* io_name() const { return reads_.lanes.front()->io_name(); }
 
  private:
   class FileSpan;
+  // One direction. A lane lets its blocks run out at the end of a transfer: then it is the other
+  // one that keeps the disk busy, with the next transfer.
+  struct Lanes {
+    Lanes(ScratchFile& file, const config::OffloadPolicy& policy, HostMemory& memory,
+          const MakeIo& make);
+    Lane& next();
+    std::vector<std::unique_ptr<Lane>> lanes;
+    std::size_t turn = 0;
+  };
   // The file and the rooms in it that nobody has; rooms share it, so that a room may be given back
   // from a lane's worker.
   struct Space {
@@ -35,8 +44,8 @@ class FileStore final : public Store, public std::enable_shared_from_this<FileSt
   std::shared_ptr<Room> take_room(std::int64_t bytes);
 
   std::shared_ptr<Space> space_;
-  Lane reads_;
-  Lane writes_;
+  const std::int64_t block_bytes_;
+  Lanes reads_, writes_;
   std::mutex mutex_;  // streams are driven by one thread at a time
 };
 

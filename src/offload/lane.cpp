@@ -2,17 +2,21 @@
 #include "offload/lane.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <exception>
 
-#include "offload/checksum.h"
+#include "offload/digest.h"
 #include "poise/error.h"
 
 namespace poise::offload {
 namespace {
 
-constexpr int kRetries = 100;  // of one block that the system asks to try again
+// Of a block. 0 is none: it was never written.
+std::uint64_t checksum(const BlockRequest& request) {
+  Digest digest;
+  digest.update(request.data, static_cast<std::size_t>(request.bytes));
+  return std::max<std::uint64_t>(1, digest.value());
+}
 
 }  // namespace
 
@@ -106,8 +110,6 @@ std::int64_t Lane::bytes_of(const Room& room, std::int64_t block) const {
 void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
   auto& flight = flights_[static_cast<std::size_t>(buffer)];
   flight.block = block;
-  flight.moved = 0;
-  flight.retries = 0;
   auto& request = flight.request;
   request.file = file_.descriptor();
   request.write = false;
@@ -121,6 +123,7 @@ void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
   request.data = request.inside ? flight.buffer : memory;
   const bool fresh = transfer.room.checksums[static_cast<std::size_t>(block)] == 0;
   if (transfer.from == nullptr || (covered < request.bytes && !fresh)) {
+    flight.progress = Request(request.bytes);
     start(flight);
     return;
   }
@@ -138,37 +141,27 @@ void Lane::fill_and_write(Transfer& transfer, Flight& flight) {
                 transfer.from + (low - transfer.begin), static_cast<std::size_t>(high - low));
   }
   flight.request.write = true;
-  flight.moved = 0;
+  flight.progress = Request(flight.request.bytes, true);
   start(flight);
-  flight.sum = checksum(flight.request.data, flight.request.bytes);  // while it travels
+  flight.sum = checksum(flight.request);  // while it travels
 }
 
 void Lane::start(Flight& flight) {
   auto request = flight.request;
-  request.data += flight.moved;
-  request.offset += flight.moved;
-  request.bytes -= flight.moved;
+  request.data += flight.progress.moved();
+  request.offset += flight.progress.moved();
+  request.bytes = flight.progress.left();
   io_->start(request);
 }
 
 // Whether the request was started again: it came back short, or the system asked to.
 bool Lane::again(Flight& flight, std::int64_t result) {
-  if (result == -EINVAL && flight.retries++ == 0) {  // the file system takes O_DIRECT back
-    file_.use_page_cache();
-    start(flight);
-    return true;
-  }
-  if (result == -EINTR || result == -EAGAIN) {
-    if (++flight.retries > kRetries) fail_result(flight, result);
-    start(flight);
-    return true;
-  }
-  if (result <= 0) fail_result(flight, result);
-  flight.moved += result;
-  if (flight.moved == flight.request.bytes) return false;
-  if (file_.direct() && flight.moved % kSector != 0) fail_result(flight, 0);
-  start(flight);  // whose result says why it was short
-  return true;
+  const bool was_direct = file_.file().direct();
+  const auto next = flight.progress.answered(result, file_.file());
+  if (was_direct && !file_.file().direct()) file_.note_refusal();
+  if (next == Request::Next::failed) fail_request(flight);
+  if (next == Request::Next::again) start(flight);
+  return next == Request::Next::again;
 }
 
 // The request is over. True where a write follows in the same buffer.
@@ -179,7 +172,7 @@ bool Lane::finish_block(Transfer& transfer, Flight& flight) {
     sum = flight.sum;
     return false;
   }
-  if (checksum(request.data, request.bytes) != sum) {
+  if (checksum(request) != sum) {
     fail("offload", "the ", request.bytes, " bytes at offset ", request.offset, " of ",
          file_.label(),
          " are not those that were written: the file was changed or the disk lost them; go on from "
@@ -198,12 +191,13 @@ bool Lane::finish_block(Transfer& transfer, Flight& flight) {
   return false;
 }
 
-void Lane::fail_result(const Flight& flight, std::int64_t result) const {
+void Lane::fail_request(const Flight& flight) const {
   const auto& request = flight.request;
-  const int error = result < 0 ? static_cast<int>(-result) : 0;
+  const int error = flight.progress.error();
+  const auto moved = flight.progress.moved();
   const std::string why = error != 0      ? std::strerror(error)
-                          : request.write ? join("the system took only ", flight.moved)
-                                          : join("it ends after ", flight.moved, " of them");
+                          : request.write ? join("the system took only ", moved)
+                                          : join("it ends after ", moved, " of them");
   fail("offload", "cannot ", request.write ? "write " : "read ", request.bytes, " bytes at offset ",
        request.offset, " of ", file_.label(), ": ", why, "; ",
        error != 0 || request.write ? advice_for(error)

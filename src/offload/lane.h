@@ -1,6 +1,6 @@
-// One direction of a file store: a stream whose operations move whole blocks between a file and
-// memory, several in flight, every result read. Whole blocks of memory that starts at a page go as
-// they are, others through buffers.
+// Part of one direction of a file store: a stream whose operations move whole blocks between a file
+// and memory, several in flight, every result read. Whole blocks of memory that starts at a page go
+// as they are, others through buffers.
 #pragma once
 
 #include <functional>
@@ -14,13 +14,12 @@
 namespace poise::offload {
 
 // A span's room in the file, in blocks. Blocks that were never written read as zero and have no
-// checksum. Lanes may work on different blocks at once, never on the same.
+// checksum. Lanes may write different blocks at once, never one that another works on.
 struct Room {
   std::int64_t begin = 0;                // byte in the file, a multiple of kSector
   std::int64_t bytes = 0;                // a multiple of kSector
   std::vector<std::uint64_t> checksums;  // by block; 0: never written
 };
-inline constexpr std::int64_t kSector = 4096;  // of O_DIRECT: addresses, offsets, sizes
 
 using MakeIo = std::function<std::unique_ptr<BlockIo>(const std::vector<iovec>& buffers)>;
 
@@ -45,9 +44,8 @@ class Lane {
     char* buffer = nullptr;
     BlockRequest request;
     std::int64_t block = 0;
-    std::uint64_t sum = 0;   // of a block that is written
-    std::int64_t moved = 0;  // of a request that came back short
-    int retries = 0;
+    std::uint64_t sum = 0;  // of a block that is written
+    Request progress;
   };
   void run(Transfer& transfer);
   void begin_block(Transfer& transfer, std::int64_t block, int buffer);
@@ -56,7 +54,7 @@ class Lane {
   void start(Flight& flight);
   bool again(Flight& flight, std::int64_t result);
   std::int64_t bytes_of(const Room& room, std::int64_t block) const;
-  [[noreturn]] void fail_result(const Flight& flight, std::int64_t result) const;
+  [[noreturn]] void fail_request(const Flight& flight) const;
 
   ScratchFile& file_;
   const at::Tensor memory_;

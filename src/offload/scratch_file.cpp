@@ -3,7 +3,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -11,6 +10,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "poise/error.h"
 #include "poise/log.h"
@@ -79,31 +79,28 @@ ScratchFile::ScratchFile(const std::string& directory, Name name) : directory_(d
          error == EMFILE || error == ENFILE ? "raise the limit of open files (ulimit -n)"
                                             : kOtherFolder);
   }
-  // Not in open(): one that fails for it may leave the file behind.
-  direct_ = fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) | O_DIRECT) == 0;
-  if (!direct_) note_page_cache("its file system has none");
-}
-
-ScratchFile::~ScratchFile() {
-  if (descriptor_ >= 0) close(descriptor_);
+  if (!file_->direct()) note_page_cache("its file system has none");
 }
 
 // These two return 0 or an errno.
 int ScratchFile::open_unnamed() {
-  descriptor_ = open(directory_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  Descriptor file(open(directory_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (file.get() < 0) return errno;
   label_ = join("the unnamed file in ", directory_);
-  return descriptor_ >= 0 ? 0 : errno;
+  file_.emplace(std::move(file));
+  return 0;
 }
 
 int ScratchFile::open_named() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
   label_ = join(directory_, '/', kPrefix, getpid(), '-', now.tv_sec, '-', now.tv_nsec, ".tmp");
-  descriptor_ = open(label_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_NOFOLLOW | O_CLOEXEC, 0600);
-  if (descriptor_ < 0) return errno;
+  Descriptor file(open(label_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (file.get() < 0) return errno;
   // From here to the unlink a kill leaves the file: unlocked then, and cleared by the next run.
-  flock(descriptor_, LOCK_EX | LOCK_NB);
+  flock(file.get(), LOCK_EX | LOCK_NB);
   unlink(label_.c_str());
+  file_.emplace(std::move(file));
   return 0;
 }
 
@@ -111,9 +108,9 @@ void ScratchFile::grow(std::int64_t bytes) {
   const FileSizeSignalBlocked blocked;
   int error = 0;
   do {
-    error = fallocate(descriptor_, 0, bytes_, bytes) == 0 ? 0 : errno;
+    error = fallocate(descriptor(), 0, bytes_, bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
-  if (error == EOPNOTSUPP) error = ftruncate(descriptor_, bytes_ + bytes) == 0 ? 0 : errno;
+  if (error == EOPNOTSUPP) error = ftruncate(descriptor(), bytes_ + bytes) == 0 ? 0 : errno;
   if (error != 0) {
     fail("offload", "cannot take ", bytes, " bytes at offset ", bytes_, " of ", label_, ": ",
          std::strerror(error), "; ", advice_for(error));
@@ -121,13 +118,10 @@ void ScratchFile::grow(std::int64_t bytes) {
   bytes_ += bytes;
 }
 
-void ScratchFile::use_page_cache() {
-  if (!direct_.exchange(false)) return;
-  fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
-  note_page_cache("it was refused");
-}
+void ScratchFile::note_refusal() { note_page_cache("it was refused"); }
 
-void ScratchFile::note_page_cache(const char* why) const {
+void ScratchFile::note_page_cache(const char* why) {
+  if (noted_.exchange(true)) return;
   log::info("[offload] ", label_, " is used without O_DIRECT (", why,
             "): it goes through the page cache, which takes memory of the host");
 }
@@ -142,27 +136,6 @@ const char* advice_for(int error) {
     default:
       return "look at the disk (dmesg), or set offload.directory to another one";
   }
-}
-
-FileSizeSignalBlocked::FileSizeSignalBlocked() {
-  sigset_t set, before;
-  sigemptyset(&set);
-  sigaddset(&set, SIGXFSZ);
-  pthread_sigmask(SIG_BLOCK, &set, &before);
-  was_blocked_ = sigismember(&before, SIGXFSZ) == 1;
-}
-
-FileSizeSignalBlocked::~FileSizeSignalBlocked() {
-  if (was_blocked_) return;
-  const int error = errno;
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGXFSZ);
-  const timespec now{};
-  while (sigtimedwait(&set, nullptr, &now) == SIGXFSZ) {
-  }
-  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-  errno = error;
 }
 
 }  // namespace poise::offload

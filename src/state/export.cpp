@@ -15,13 +15,15 @@
 namespace poise::state {
 namespace {
 
+constexpr auto kSector = static_cast<std::size_t>(offload::kSector);
+
 // Bytes in any pieces, to a file that takes aligned tiles.
 class Appender {
  public:
   explicit Appender(const std::string& path)
-      : file_(path), tile_(std::make_unique<char[]>(kTile + kBlock)) {
+      : file_(path), tile_(std::make_unique<char[]>(kTile + kSector)) {
     const auto address = reinterpret_cast<std::uintptr_t>(tile_.get());
-    data_ = reinterpret_cast<char*>((address + kBlock - 1) / kBlock * kBlock);
+    data_ = reinterpret_cast<char*>((address + kSector - 1) / kSector * kSector);
   }
   void append(const void* bytes, std::size_t size) {
     const auto* from = static_cast<const char*>(bytes);

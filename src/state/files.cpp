@@ -14,8 +14,8 @@
 #include <memory>
 #include <utility>
 
+#include "offload/digest.h"
 #include "poise/error.h"
-#include "state/digest.h"
 
 namespace poise::state {
 namespace {
@@ -45,67 +45,56 @@ auto repeated(Call call) {
   }
 }
 
-int open_new(const std::string& path, int more) {
+Descriptor open_new(const std::string& path) {
   constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
-  return repeated([&] { return ::open(path.c_str(), kNew | more, 0666); });
+  return Descriptor(
+      checked(repeated([&] { return ::open(path.c_str(), kNew, 0666); }), "make", path));
 }
 
 void to_disk(int file, const std::string& path) {
   checked(repeated([&] { return ::fsync(file); }), "write", path);
 }
 
-// Some file systems take the flag and refuse the write, some have no fsync for folders.
-bool is_refusal(int reason) { return reason == EINVAL || reason == EOPNOTSUPP; }
-
 }  // namespace
 
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-Descriptor::Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  return *this;
-}
-
-OutputFile::OutputFile(std::string path)
-    : path_(std::move(path)), file_(open_new(path_, O_DIRECT)) {
-  if (file_.get() >= 0) return;
-  if (!is_refusal(errno)) refuse("make", path_);
-  direct_ = false;
-  ::unlink(path_.c_str());  // Linux may have made it before it refused the flag
-  file_ = Descriptor(checked(open_new(path_, 0), "make", path_));
-}
+OutputFile::OutputFile(std::string path) : path_(std::move(path)), file_(open_new(path_)) {}
 
 void OutputFile::write(char* data, std::size_t size) {
-  const auto whole = (size + kBlock - 1) / kBlock * kBlock;
+  constexpr auto kSector = static_cast<std::size_t>(offload::kSector);
+  auto whole = size;
+  if (file_.direct()) whole = (size + kSector - 1) / kSector * kSector;
   std::memset(data + size, 0, whole - size);
-  for (std::size_t at = 0; at < size;) {
-    const auto length = direct_ ? whole - at : size - at;
-    const auto place = static_cast<off_t>(size_ + at);
-    const auto done = repeated([&] { return ::pwrite(file_.get(), data + at, length, place); });
-    if (done < 0 && direct_ && is_refusal(errno)) {
-      direct_ = false;
-      checked(::fcntl(file_.get(), F_SETFL, 0), "write", path_);
-      continue;
-    }
-    if (done == 0) errno = ENOSPC;
-    if (done <= 0) refuse("write", path_);
-    at += static_cast<std::size_t>(done);
-    // A short write past the cache may end off a block: the rest goes the ordinary way.
-    if (direct_ && at < size && at % kBlock != 0) {
-      direct_ = false;
-      checked(::fcntl(file_.get(), F_SETFL, 0), "write", path_);
-    }
-  }
+  move(data, whole);
   size_ += size;
+}
+
+void OutputFile::write_from_anywhere(const char* data, std::size_t size) {
+  POISE_CHECK(copies());
+  move(data, size);
+  size_ += size;
+}
+
+void OutputFile::move(const char* data, std::size_t size) {
+  using Next = offload::Request::Next;
+  const offload::FileSizeSignalBlocked blocked;
+  offload::Request request(static_cast<std::int64_t>(size), true);
+  for (auto next = size == 0 ? Next::over : Next::again; next == Next::again;) {
+    const auto at = request.moved();
+    const auto done =
+        ::pwrite(file_.descriptor(), data + at, static_cast<std::size_t>(request.left()),
+                 static_cast<off_t>(size_) + at);
+    next = request.answered(done < 0 ? -errno : done, file_);
+    if (next != Next::failed) continue;
+    errno = request.error() != 0 ? request.error() : ENOSPC;
+    refuse("write", path_);
+  }
 }
 
 void OutputFile::finish() {
   const auto size = static_cast<off_t>(size_);
-  checked(repeated([&] { return ::ftruncate(file_.get(), size); }), "write", path_);
-  to_disk(file_.get(), path_);
-  file_ = Descriptor();
+  checked(repeated([&] { return ::ftruncate(file_.descriptor(), size); }), "write", path_);
+  to_disk(file_.descriptor(), path_);
+  file_.close();
 }
 
 InputFile::InputFile(std::string path)
@@ -134,7 +123,7 @@ void InputFile::read(void* target, std::size_t size, std::uint64_t offset) const
 
 std::uint64_t InputFile::digest() const {
   const auto tile = std::make_unique<char[]>(kReadTile);
-  Digest digest;
+  offload::Digest digest;
   for (std::uint64_t at = 0; at < size_;) {
     const auto length = static_cast<std::size_t>(std::min<std::uint64_t>(kReadTile, size_ - at));
     // The kernel's own read-ahead is far too short for a fast disk.
@@ -149,7 +138,7 @@ std::uint64_t InputFile::digest() const {
 }
 
 void write_new_file(const std::string& path, const std::string& bytes) {
-  const Descriptor file(checked(open_new(path, 0), "make", path));
+  const auto file = open_new(path);
   for (std::size_t at = 0; at < bytes.size();) {
     const auto left = bytes.size() - at;
     const auto done = repeated([&] { return ::write(file.get(), bytes.data() + at, left); });

@@ -7,37 +7,29 @@
 #include <string>
 #include <vector>
 
+#include "offload/direct_file.h"
+
 namespace poise::state {
 
-// Memory, offsets and lengths of writes past the page cache are multiples of this.
-inline constexpr std::size_t kBlock = 4096;
-
-// A file descriptor that closes itself.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  ~Descriptor();
-  Descriptor(Descriptor&& other) noexcept;
-  Descriptor& operator=(Descriptor&& other) noexcept;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
+using offload::Descriptor;
 
 // A new file, written from front to back; past the page cache where the file system can.
 class OutputFile {
  public:
   explicit OutputFile(std::string path);
-  // `data` lies at a multiple of kBlock, in memory up to the next multiple of kBlock; only the last
-  // write may have another `size` than a multiple of it.
+  // `data` lies at a multiple of kSector, in memory up to the next multiple of kSector; only the
+  // last write may have another `size` than a multiple of it.
   void write(char* data, std::size_t size);
+  // Whether the system copies what is written, so that it may lie anywhere and have any size.
+  bool copies() const { return !file_.direct(); }
+  void write_from_anywhere(const char* data, std::size_t size);
   void finish();  // its true length, on the disk
 
  private:
+  void move(const char* data, std::size_t size);
+
   std::string path_;
-  Descriptor file_;
-  bool direct_ = true;
+  offload::DirectFile file_;
   std::uint64_t size_ = 0;
 };
 

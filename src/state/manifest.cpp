@@ -6,8 +6,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "offload/digest.h"
 #include "poise/error.h"
-#include "state/digest.h"
 #include "state/files.h"
 
 namespace poise::state {
@@ -42,7 +42,7 @@ Json to_json(const Manifest& m) {
   for (const auto& f : m.files) {
     files.push_back({{"name", f.name},
                      {"bytes", f.bytes},
-                     {"xxh64", hex(f.digest)},
+                     {"xxh64", offload::hex(f.digest)},
                      {"rank", or_null(f.rank)}});
   }
   const auto& p = m.progress;
@@ -74,7 +74,7 @@ Json to_json(const Manifest& m) {
                         : Json(nullptr)},
       {"cursor", or_null(m.cursor)},
       {"user", m.user},
-      {"table_hash", hex(m.table_hash)},
+      {"table_hash", offload::hex(m.table_hash)},
       {"config", m.config.empty() ? Json(nullptr) : Json::parse(m.config)},
       {"parameters", std::move(parameters)},
       {"buffers", std::move(buffers)},
@@ -246,7 +246,7 @@ void check_digest(std::string text, const std::string& path) {
       text.size() > kDigitsAt + kDigits && text.compare(0, kDigitsAt, kOpening) == 0;
   const auto said = begins_well ? text.substr(kDigitsAt, kDigits) : std::string();
   if (begins_well) text.replace(kDigitsAt, kDigits, kDigits, '0');
-  if (!begins_well || hex(digest_of(text)) != said) {
+  if (!begins_well || offload::hex(offload::digest_of(text)) != said) {
     fail("state", path, " is damaged: its checksum is not that of its text; load another save");
   }
 }
@@ -276,7 +276,7 @@ std::string to_text(const Manifest& manifest) {
     fail("state", "a name or value to save is no UTF-8 text: ", error.what(), "; change it");
   }
   POISE_CHECK(text.compare(0, kDigitsAt, kOpening) == 0);
-  return text.replace(kDigitsAt, kDigits, hex(digest_of(text)));
+  return text.replace(kDigitsAt, kDigits, offload::hex(offload::digest_of(text)));
 }
 
 Manifest manifest_from(const std::string& text, const std::string& path) {

@@ -6,9 +6,9 @@
 #include <ATen/ops/ones_like.h>
 #include <gtest/gtest.h>
 
-#include "data/temp_dir.h"
 #include "poise/checkpointing.h"
 #include "poise/memory.h"
+#include "support/temp_folder.h"
 #include "support/tiny_model.h"
 
 namespace poise::checkpointing {
@@ -46,7 +46,7 @@ void expect_equal(const Tensors& a, const Tensors& b) {
 TEST(ActivationOffload, GivesTheSameGradients) {
   const Net net;
   const auto expected = net.gradients(net.forward({net.x})[0]);
-  data::TempDir folder;
+  testing::TempFolder folder;
   config::OffloadPolicy policy;
   policy.directory = folder.path();
   policy.block_bytes = 4096;
@@ -118,7 +118,7 @@ TEST(ActivationOffload, ATensorChangedInPlaceIsAnError) {
     const at::NoGradGuard no_grad;
     y.add_(1);
   }
-  const auto message = data::message_of([&] { out.sum().backward(); });
+  const auto message = testing::message_of([&] { out.sum().backward(); });
   EXPECT_NE(message.find("[checkpointing] a tensor that backward needs was changed in place"),
             std::string::npos)
       << message;

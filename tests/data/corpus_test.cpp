@@ -5,16 +5,20 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 
 #include "data/file_walk.h"
 #include "data/mapped_file.h"
 #include "poise/data.h"
 #include "poise/log.h"
-#include "temp_dir.h"
+#include "support/temp_folder.h"
 
 namespace poise::data {
 namespace {
+
+using testing::message_of;
+using testing::TempFolder;
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -32,7 +36,7 @@ std::string text_of(const at::Tensor& tensor) {
 }
 
 TEST(ByteCorpus, SamplesAreSlicesOfTheJoinedFiles) {
-  const TempDir dir;
+  const TempFolder dir;
   std::string all;
   for (int i = 0; i < 256; ++i) all.push_back(static_cast<char>(i));
   // Sizes that put file ends inside, at the start and at the end of samples; one file is empty.
@@ -58,7 +62,7 @@ TEST(ByteCorpus, SamplesAreSlicesOfTheJoinedFiles) {
 }
 
 TEST(ByteCorpus, BatchStacksSamples) {
-  const TempDir dir;
+  const TempFolder dir;
   const ByteCorpus corpus({.paths = {dir.write("a", "abcdefghijklmnop")}, .sequence_length = 5});
   const Batch batch = corpus.batch({2, 0, 2});
   EXPECT_EQ(batch.inputs.sizes(), (std::vector<std::int64_t>{3, 5}));
@@ -70,7 +74,7 @@ TEST(ByteCorpus, BatchStacksSamples) {
 }
 
 TEST(ByteCorpus, ReadsTokensOfTwoAndFourBytes) {
-  const TempDir dir;
+  const TempFolder dir;
   const std::string raw("\x01\x00\xff\xff\x00\x80\x02\x01", 8);
   const auto file = dir.write("tokens.bin", raw);
   const ByteCorpus two({.paths = {file}, .sequence_length = 3, .element = Element::uint16});
@@ -87,7 +91,7 @@ TEST(ByteCorpus, ReadsTokensOfTwoAndFourBytes) {
 }
 
 TEST(ByteCorpus, SplitsTheTailOffWithoutOverlap) {
-  const TempDir dir;
+  const TempFolder dir;
   const auto file = dir.write("a", std::string(60, 'a') + std::string(40, 'b'));
   const ByteCorpus corpus({.paths = {file}, .sequence_length = 10});
   const auto parts = corpus.split(0.4);
@@ -107,7 +111,7 @@ TEST(ByteCorpus, SplitsTheTailOffWithoutOverlap) {
 }
 
 TEST(ByteCorpus, BadDataIsNamedWithItsNumbers) {
-  const TempDir dir;
+  const TempFolder dir;
   const auto empty = dir.write("empty", "");
   const auto tiny = dir.write("tiny", "12345");
   const auto open = [](const std::string& path, std::int64_t length) {
@@ -125,8 +129,8 @@ TEST(ByteCorpus, BadDataIsNamedWithItsNumbers) {
 }
 
 TEST(Walk, IsSortedBySuffixAndStaysInTheFolder) {
-  const TempDir dir;
-  const TempDir outside;
+  const TempFolder dir;
+  const TempFolder outside;
   outside.write("secret.py", "x");
   dir.write("b.py", "x");
   dir.write("a/z.py", "x");
@@ -155,7 +159,7 @@ TEST(Walk, IsSortedBySuffixAndStaysInTheFolder) {
 }
 
 TEST(MappedFile, WithoutAMapItReadsTheSameAndNoticesAShorterFile) {
-  const TempDir dir;
+  const TempFolder dir;
   const auto path = dir.write("f", "0123456789");
   for (const auto access : {MappedFile::Access::mapped, MappedFile::Access::read}) {
     const MappedFile file(path, access);
@@ -181,7 +185,7 @@ std::int64_t own_kib() {
 
 // 64 MiB of (sparse) file are opened and read within a few MiB.
 TEST(ByteCorpus, DoesNotCopyTheFile) {
-  const TempDir dir;
+  const TempFolder dir;
   const auto path = dir.write("big", "");
   fs::resize_file(path, 64 << 20);
   const auto before = own_kib();

@@ -9,10 +9,12 @@
 #include <set>
 
 #include "poise/data.h"
-#include "temp_dir.h"
+#include "support/temp_folder.h"
 
 namespace poise::data {
 namespace {
+
+using testing::message_of;
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;

@@ -14,10 +14,12 @@
 
 #include "poise/data.h"
 #include "poise/engine.h"
-#include "temp_dir.h"
+#include "support/temp_folder.h"
 
 namespace poise::data {
 namespace {
+
+using testing::message_of;
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;

@@ -13,10 +13,13 @@
 
 #include "poise/data.h"
 #include "poise/interrupt.h"
-#include "temp_dir.h"
+#include "support/temp_folder.h"
 
 namespace poise::data {
 namespace {
+
+using testing::message_of;
+using testing::TempFolder;
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -277,7 +280,7 @@ TEST(WindowLoader, BadOptionsAreNamed) {
 }
 
 TEST(WindowLoader, ByteFilesEndToEnd) {
-  const TempDir dir;
+  const TempFolder dir;
   std::string text;
   for (int i = 0; i < 41; ++i) text.push_back(static_cast<char>('0' + i));
   const auto corpus = std::make_shared<ByteCorpus>(

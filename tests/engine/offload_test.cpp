@@ -8,18 +8,18 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include "data/temp_dir.h"
 #include "engine/state_update.h"
+#include "support/temp_folder.h"
 #include "support/tiny_model.h"
 
 namespace poise {
 namespace {
 
 using config::Offload;
-using data::message_of;
-using data::TempDir;
 using memory::Account;
 using test::normal;
+using testing::message_of;
+using testing::TempFolder;
 
 // Layers of one width; their states are far larger than what backward keeps.
 struct Stack {
@@ -68,7 +68,7 @@ Config bf16() {
   return config;
 }
 
-Config in_file(Config config, const TempDir& folder) {
+Config in_file(Config config, const TempFolder& folder) {
   config.offload.optimizer = Offload::file;
   config.offload.directory = folder.path();
   config.offload.block_bytes = 8192;
@@ -82,7 +82,7 @@ StepResult step(Engine& engine, const Stack& model, int update) {
 }
 
 TEST(Offload, StatesThatDoNotFitTheBudgetTrainInsideIt) {
-  TempDir folder;
+  TempFolder folder;
   Stack plain_model;
   Engine plain(plain_model.view(), bf16());
   std::vector<StepResult> expected;
@@ -117,7 +117,7 @@ TEST(Offload, StatesThatDoNotFitTheBudgetTrainInsideIt) {
 
 // States of 18 bytes for each parameter in 4.5 of them, and in 2.25 where parameters leave, too.
 TEST(Offload, AModelOfSeveralTimesTheBudgetTrainsInsideIt) {
-  TempDir folder;
+  TempFolder folder;
   Stack plain_model(16);
   Engine plain(plain_model.view(), bf16());
   std::vector<double> losses;
@@ -149,7 +149,7 @@ std::vector<at::Tensor> large(int update) {
 }
 
 TEST(Offload, ActivationsLeaveTheDeviceUntilBackward) {
-  TempDir folder;
+  TempFolder folder;
   const auto train = [&](const Config& config, Stack& model) {
     Engine engine(model.view(), config);
     StepResult result;
@@ -207,7 +207,7 @@ TEST(Offload, ActivationsOfChosenUnits) {
 }
 
 TEST(Offload, BytesAreWhereTheResultSaysTheyAre) {
-  TempDir folder;
+  TempFolder folder;
   Stack model;
   const auto config = in_file(bf16(), folder);
   Engine engine(model.view(), config);
@@ -235,7 +235,7 @@ int descriptors() {
 }
 
 TEST(Offload, AThousandUpdatesHoldNothingMore) {
-  TempDir folder;
+  TempFolder folder;
   Stack model(1);
   Engine engine(model.view(), in_file(bf16(), folder));
   const auto batch = window(0);
@@ -254,7 +254,7 @@ TEST(Offload, AThousandUpdatesHoldNothingMore) {
 }
 
 TEST(Offload, EditsReachMastersInTheFile) {
-  TempDir folder;
+  TempFolder folder;
   Stack model(2), plain_model(2);
   Engine engine(model.view(), in_file(bf16(), folder)), plain(plain_model.view(), bf16());
   const auto edit = [](Engine& e, Stack& m) {
@@ -297,7 +297,7 @@ int descriptor_of_scratch() {
 }
 
 TEST(Offload, AFileCutBetweenUpdatesEndsTheTrainingWithItsReason) {
-  TempDir folder;
+  TempFolder folder;
   Stack model;
   Engine engine(model.view(), in_file(bf16(), folder));
   step(engine, model, 0);

@@ -44,7 +44,7 @@ class Scripted final : public BlockIo {
   std::deque<BlockResult> results_;
 };
 
-std::shared_ptr<FileStore> scripted(const TempDir& folder, Scripted::Script script) {
+std::shared_ptr<FileStore> scripted(const TempFolder& folder, Scripted::Script script) {
   return std::make_shared<FileStore>(
       policy_in(folder.path()), *host_memory(),
       [script](const std::vector<iovec>&) { return std::make_unique<Scripted>(script); });
@@ -53,7 +53,7 @@ std::shared_ptr<FileStore> scripted(const TempDir& folder, Scripted::Script scri
 constexpr std::int64_t kNumel = 20000;  // 80,000 bytes: ten blocks of 8,192, the last one short
 
 std::string failure_of_round_trip(const Scripted::Script& script) {
-  TempDir folder;
+  TempFolder folder;
   const auto store = scripted(folder, script);
   const auto span = store->reserve(kNumel, at::kFloat);
   const auto values = random_floats(kNumel, 1);
@@ -123,7 +123,7 @@ TEST(Faults, WhereODirectIsRefusedThePageCacheServes) {
 }
 
 TEST(Faults, AfterAFailureNothingSucceedsSilently) {
-  TempDir folder;
+  TempFolder folder;
   const auto store = scripted(folder, [](int, const BlockRequest& r) -> std::int64_t {
     return r.write ? -EIO : Scripted::kAll;
   });
@@ -137,7 +137,7 @@ TEST(Faults, AfterAFailureNothingSucceedsSilently) {
 }
 
 struct Round {
-  TempDir folder;
+  TempFolder folder;
   std::shared_ptr<FileStore> store = open_store(policy_in(folder.path()));
   SpanPtr span = store->reserve(kNumel, at::kFloat);
   at::Tensor back = at::empty({kNumel}, at::kFloat);

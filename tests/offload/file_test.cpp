@@ -11,7 +11,6 @@
 
 #include <random>
 
-#include "offload/checksum.h"
 #include "offload/settings.h"
 
 namespace poise::offload {
@@ -37,7 +36,7 @@ class AnyWay : public ::testing::TestWithParam<Way> {};
 
 TEST_P(AnyWay, SpansHoldWhatPlainMemoryWouldHold) {
   const auto& way = GetParam();
-  TempDir folder;
+  TempFolder folder;
   auto policy = policy_in(folder.path(), way.io);
   policy.queue_depth = way.depth;
   policy.block_bytes = way.block;
@@ -88,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(Io, AnyWay,
 
 // Whole blocks of page-aligned memory go without a copy, the rest through buffers.
 TEST(FileStore, MemoryMayStartAnywhere) {
-  TempDir folder;
+  TempFolder folder;
   const auto memory = host_memory();
   const auto store = open_store(policy_in(folder.path()));
   constexpr std::int64_t kNumel = 3 * 2048 + 77;  // blocks of 2,048 floats, and a part of one
@@ -108,7 +107,7 @@ TEST(FileStore, MemoryMayStartAnywhere) {
 }
 
 TEST(FileStore, GivesRoomAndDescriptorsBack) {
-  TempDir folder;
+  TempFolder folder;
   const auto descriptors = entries_of("/proc/self/fd");
   {
     const auto store = open_store(policy_in(folder.path()));
@@ -131,7 +130,7 @@ TEST(FileStore, GivesRoomAndDescriptorsBack) {
 }
 
 TEST(FileStore, ARoomThatIsUsedAgainReadsAsZero) {
-  TempDir folder;
+  TempFolder folder;
   const auto store = open_store(policy_in(folder.path()));
   store->reserve(100, at::kFloat)->write(0, random_floats(100, 1));
   auto back = at::empty({100}, at::kFloat);
@@ -140,7 +139,7 @@ TEST(FileStore, ARoomThatIsUsedAgainReadsAsZero) {
 }
 
 TEST(FileStore, BuffersAreTheBytesThatAreDocumented) {
-  TempDir folder;
+  TempFolder folder;
   const auto memory = host_memory();
   const auto policy = policy_in(folder.path());
   const auto store = file_store(policy, memory);
@@ -151,7 +150,7 @@ TEST(FileStore, BuffersAreTheBytesThatAreDocumented) {
 }
 
 TEST(FileStore, MakesItsFolderAndClearsWhatADeadRunLeft) {
-  TempDir folder;
+  TempFolder folder;
   const auto path = folder / "deep/er";
   open_store(policy_in(path));
   const auto dead = path + "/poise-offload-1-2-3.tmp", held = path + "/poise-offload-4-5-6.tmp";
@@ -168,7 +167,7 @@ TEST(FileStore, MakesItsFolderAndClearsWhatADeadRunLeft) {
 }
 
 TEST(FileStore, WorksWhereFilesNeedAName) {
-  TempDir folder;
+  TempFolder folder;
   const auto store = open_store(policy_in(folder.path()), ScratchFile::Name::taken_away);
   EXPECT_EQ(entries_of(folder.path()), 0) << "the name is gone at once";
   const auto values = random_floats(5000, 4);
@@ -177,29 +176,6 @@ TEST(FileStore, WorksWhereFilesNeedAName) {
   auto back = at::empty({5000}, at::kFloat);
   span->read(0, back);
   EXPECT_TRUE(at::equal(back, values));
-}
-
-TEST(Checksum, TellsEveryFlippedBitOfABlock) {
-  auto block = random_floats(1024, 5);
-  auto* bytes = static_cast<unsigned char*>(block.mutable_data_ptr());
-  const auto whole = checksum(bytes, 4096);
-  for (int bit = 0; bit < 4096 * 8; ++bit) {
-    bytes[bit / 8] ^= static_cast<unsigned char>(1 << (bit % 8));
-    ASSERT_NE(checksum(bytes, 4096), whole) << bit;
-    bytes[bit / 8] ^= static_cast<unsigned char>(1 << (bit % 8));
-  }
-  EXPECT_EQ(checksum(bytes, 4096), whole);
-}
-
-TEST(Checksum, TellsPartsThatChangedPlaces) {
-  auto block = random_floats(1024, 6);
-  const auto whole = checksum(block.const_data_ptr(), 4096);
-  for (const std::int64_t numel : {1, 2, 16, 256}) {  // a word, a lane, a stripe, the mixed ones
-    auto swapped = block.clone();
-    swapped.narrow(0, 0, numel).copy_(block.narrow(0, numel, numel));
-    swapped.narrow(0, numel, numel).copy_(block.narrow(0, 0, numel));
-    EXPECT_NE(checksum(swapped.const_data_ptr(), 4096), whole) << numel;
-  }
 }
 
 }  // namespace

@@ -62,7 +62,7 @@ TEST(HostStore, GivesBackWhatWasPut) {
 }
 
 TEST(Span, ReadsAndWritesOtherTypesAndShapes) {
-  TempDir folder;
+  TempFolder folder;
   for (const auto& store : {host_store(host_memory(), c10::Device(c10::kCPU)),
                             file_store(policy_in(folder.path()), host_memory())}) {
     const auto span = store->reserve(64, at::kFloat);

@@ -80,13 +80,13 @@ bool contains(const std::string& text, const std::string& part) {
 }
 
 TEST(Limits, WithoutAnyAllIsRight) {
-  TempDir folder;
+  TempFolder folder;
   const auto text = in_child([&] { return round_trip(open_store(policy_in(folder.path()))); });
   EXPECT_TRUE(contains(text, "right by ")) << text;
 }
 
 // A tmpfs of one MiB; only root may mount one, in a mount namespace of its own.
-std::string on_a_small_disk(const TempDir& folder, const std::function<std::string()>& body) {
+std::string on_a_small_disk(const TempFolder& folder, const std::function<std::string()>& body) {
   return in_child([&]() -> std::string {
     if (unshare(CLONE_NEWNS) != 0 ||
         mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
@@ -98,7 +98,7 @@ std::string on_a_small_disk(const TempDir& folder, const std::function<std::stri
 }
 
 TEST(Limits, AFullFileSystemIsToldWhenTheRoomIsTaken) {
-  TempDir folder;
+  TempFolder folder;
   const auto text = on_a_small_disk(folder, [&] {
     const auto store = open_store(policy_in(folder.path()));
     const auto first = store->reserve(100000, at::kFloat);
@@ -118,7 +118,7 @@ TEST(Limits, AFullFileSystemIsToldWhenTheRoomIsTaken) {
 
 TEST(Limits, TheSizeOfFilesIsAnErrorAndNotTheEnd) {
   for (const auto io : {OffloadIo::automatic, OffloadIo::threads}) {
-    TempDir folder;
+    TempFolder folder;
     const auto at_once = in_child([&] {
       const auto store = open_store(policy_in(folder.path(), io));
       limit(RLIMIT_FSIZE, 100000);
@@ -140,7 +140,7 @@ TEST(Limits, TheSizeOfFilesIsAnErrorAndNotTheEnd) {
 }
 
 TEST(Limits, OpenFiles) {
-  TempDir folder;
+  TempFolder folder;
   const auto text = in_child([&] {
     limit(RLIMIT_NOFILE, 3);
     return round_trip(open_store(policy_in(folder.path())));
@@ -151,7 +151,7 @@ TEST(Limits, OpenFiles) {
 }
 
 TEST(Limits, LockedMemoryOnlyCostsTheRegistration) {
-  TempDir folder;
+  TempFolder folder;
   ASSERT_EQ(chmod(folder.path().c_str(), 0777), 0);
   const auto text = in_child([&] {
     become_nobody();
@@ -178,7 +178,7 @@ void refuse_io_uring() {
 }
 
 TEST(Limits, WithoutIoUringThreadsServe) {
-  TempDir folder;
+  TempFolder folder;
   const auto text = in_child([&] {
     refuse_io_uring();
     return round_trip(open_store(policy_in(folder.path())));
@@ -189,7 +189,7 @@ TEST(Limits, WithoutIoUringThreadsServe) {
 }
 
 TEST(Limits, UnlessIoUringWasAskedFor) {
-  TempDir folder;
+  TempFolder folder;
   const auto text = in_child([&] {
     refuse_io_uring();
     return round_trip(open_store(policy_in(folder.path(), OffloadIo::io_uring)));
@@ -199,7 +199,7 @@ TEST(Limits, UnlessIoUringWasAskedFor) {
 }
 
 TEST(Limits, AFolderThatCannotBeWritten) {
-  TempDir folder;
+  TempFolder folder;
   const auto closed = folder / "closed";
   ASSERT_EQ(mkdir(closed.c_str(), 0555), 0);
   ASSERT_EQ(chmod(folder.path().c_str(), 0755), 0);
@@ -220,7 +220,7 @@ TEST(Limits, AFolderThatCannotBeWritten) {
 }
 
 TEST(Limits, AKillInTheMiddleOfWritesLeavesNothing) {
-  TempDir folder;
+  TempFolder folder;
   for (const auto name : {ScratchFile::Name::none, ScratchFile::Name::taken_away}) {
     int ready[2];
     ASSERT_EQ(pipe(ready), 0);

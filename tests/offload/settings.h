@@ -7,10 +7,10 @@
 #include <memory>
 #include <string>
 
-#include "data/temp_dir.h"
 #include "offload/file_store.h"
 #include "poise/error.h"
 #include "poise/offload.h"
+#include "support/temp_folder.h"
 
 namespace poise::offload {
 
@@ -38,7 +38,7 @@ inline at::Tensor random_floats(std::int64_t numel, std::uint64_t seed) {
       .normal_(0, 1, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-using data::message_of;
-using data::TempDir;
+using testing::message_of;
+using testing::TempFolder;
 
 }  // namespace poise::offload

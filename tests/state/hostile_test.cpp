@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "state/digest.h"
+#include "offload/digest.h"
 #include "state/files.h"
 #include "state/training.h"
 
@@ -23,11 +23,12 @@ std::string sealed(Json manifest, const std::string& folder) {
     if (!is_file(path)) continue;
     const auto bytes = testing::bytes_of(path);
     file["bytes"] = bytes.size();
-    file["xxh64"] = hex(digest_of(bytes));
+    file["xxh64"] = offload::hex(offload::digest_of(bytes));
   }
   manifest["xxh64"] = std::string(16, '0');
   auto text = manifest.dump(2) + '\n';
-  return text.replace(std::strlen("{\n  \"xxh64\": \""), 16, hex(digest_of(text)));
+  return text.replace(std::strlen("{\n  \"xxh64\": \""), 16,
+                      offload::hex(offload::digest_of(text)));
 }
 
 // Everything that a load would read.

@@ -10,7 +10,7 @@
 #include <random>
 
 #include "comm/processes.h"
-#include "state/digest.h"
+#include "offload/digest.h"
 #include "state/files.h"
 #include "state/training.h"
 
@@ -42,9 +42,9 @@ std::string digest_of(Engine& engine) {
   std::string text;
   for (const auto* name : {"weight", "bias"}) {
     const auto master = engine.master(name).contiguous();
-    state::Digest digest;
+    offload::Digest digest;
     digest.update(master.const_data_ptr(), master.nbytes());
-    text += state::hex(digest.value());
+    text += offload::hex(digest.value());
   }
   return text;
 }

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "offload/digest.h"
 #include "poise/error.h"
-#include "state/digest.h"
 #include "support/temp_folder.h"
 
 namespace poise::state {
@@ -77,7 +77,7 @@ TEST(Manifest, RefusesEveryFlippedBitAndEveryCut) {
 std::string sealed(std::string text) {
   const auto at = std::string("{\n  \"xxh64\": \"").size();
   text.replace(at, 16, 16, '0');
-  return text.replace(at, 16, hex(digest_of(text)));
+  return text.replace(at, 16, offload::hex(offload::digest_of(text)));
 }
 
 std::string with(const std::string& pointer, const nlohmann::ordered_json& value) {

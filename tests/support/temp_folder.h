@@ -4,6 +4,7 @@
 #include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <cstdint>
 #include <fstream>
@@ -27,7 +28,11 @@ class TempFolder {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
   const std::string& path() const { return path_; }
 
+  // A file, and the folders on its way.
   std::string write(const std::string& name, const std::string& content) const {
+    for (auto end = name.find('/'); end != std::string::npos; end = name.find('/', end + 1)) {
+      ::mkdir((*this / name.substr(0, end)).c_str(), 0777);
+    }
     const auto file = *this / name;
     std::ofstream(file, std::ios::binary | std::ios::trunc) << content;
     return file;

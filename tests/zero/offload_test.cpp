@@ -2,7 +2,7 @@
 // accumulation, clipping, loss scaling and windows that are skipped, under random delays too.
 #include <gtest/gtest.h>
 
-#include "data/temp_dir.h"
+#include "support/temp_folder.h"
 #include "zero/training.h"
 
 namespace poise {
@@ -13,7 +13,7 @@ using test::Outcome;
 using test::Training;
 
 // Blocks of one page, so that the small model's states take several tiles.
-void to_file(Config& config, const data::TempDir& folder) {
+void to_file(Config& config, const testing::TempFolder& folder) {
   config.offload.optimizer = Offload::file;
   config.offload.directory = folder.path();
   config.offload.block_bytes = 4096;
@@ -105,7 +105,7 @@ TEST_P(Offloaded, GivesTheBitsOfTheDevice) {
   run.config.offload.optimizer_fraction = 0.3;
   expect_same(plain, test::train(run));
 
-  data::TempDir folder;
+  testing::TempFolder folder;
   run.config.offload.optimizer_fraction = 1;
   to_file(run.config, folder);
   Stream::set_test_delay(5, 100);

@@ -1,12 +1,12 @@
 // The rounds of XXH64.
-#include "state/digest.h"
+#include "offload/digest.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstring>
 
-namespace poise::state {
+namespace poise::offload {
 namespace {
 
 constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87u;
@@ -91,4 +91,4 @@ std::string hex(std::uint64_t digest) {
   return text;
 }
 
-}  // namespace poise::state
+}  // namespace poise::offload

@@ -1,5 +1,6 @@
 // XXH64, the 64-bit xxHash (Y. Collet, https://xxhash.com, seed 0): as fast as memory, and every
-// flipped bit shows. Checksum of the files of a save.
+// flipped bit shows. Against bytes that changed behind our back, not against an adversary: the
+// checksum of the files of saves and of the blocks of the file store.
 #pragma once
 
 #include <array>
@@ -7,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-namespace poise::state {
+namespace poise::offload {
 
 class Digest {
  public:
@@ -25,4 +26,4 @@ class Digest {
 std::uint64_t digest_of(const std::string& bytes);
 std::string hex(std::uint64_t digest);  // 16 digits
 
-}  // namespace poise::state
+}  // namespace poise::offload

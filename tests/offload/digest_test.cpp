@@ -1,11 +1,11 @@
 // The checksum against published values of xxHash.
-#include "state/digest.h"
+#include "offload/digest.h"
 
 #include <gtest/gtest.h>
 
 #include <random>
 
-namespace poise::state {
+namespace poise::offload {
 namespace {
 
 TEST(Digest, HasTheValuesOfXxh64) {
@@ -40,5 +40,15 @@ TEST(Digest, ChangesWithEveryBit) {
   }
 }
 
+TEST(Digest, TellsPartsThatChangedPlaces) {
+  std::mt19937 random(2);
+  std::string bytes(4096, '\0');
+  for (auto& byte : bytes) byte = static_cast<char>(random());
+  for (const std::size_t size : {4, 8, 32, 1024}) {  // half a lane, a lane, a stripe, many of them
+    const auto swapped = bytes.substr(size, size) + bytes.substr(0, size) + bytes.substr(2 * size);
+    EXPECT_NE(digest_of(swapped), digest_of(bytes)) << size;
+  }
+}
+
 }  // namespace
-}  // namespace poise::state
+}  // namespace poise::offload
