@@ -236,8 +236,10 @@ std::chrono::milliseconds timeout_of(const config::CommPolicy& policy) {
 state::SaverSettings saver_settings(const Config& config, const std::string& run) {
   // A save that is waited for needs no more than what is on its way: few tiles, warm in the cache.
   constexpr std::int64_t kOnItsWay = 8 * static_cast<std::int64_t>(state::kTile);
+  const bool behind = config.state.asynchronous;
   state::SaverSettings settings{timeout_of(config.comm),
-                                config.state.asynchronous ? config.state.staging_bytes : kOnItsWay};
+                                behind ? config.state.staging_bytes : kOnItsWay};
+  settings.keeps_staging = behind;
   if (!run.empty()) settings.id = run;
   return settings;
 }

@@ -13,11 +13,11 @@
 #include <thread>
 #include <utility>
 
+#include "offload/digest.h"
 #include "poise/error.h"
 #include "poise/interrupt.h"
 #include "poise/log.h"
 #include "poise/version.h"
-#include "state/digest.h"
 #include "state/directory.h"
 #include "state/files.h"
 #include "state/shard_writer.h"
@@ -31,12 +31,23 @@ constexpr std::chrono::seconds kToAppear{10};  // a folder on a network file sys
 constexpr char kFailed = '!';                  // begins the text of a note that is an error
 
 std::uint64_t digest_of_values(const std::vector<Piece>& pieces) {
-  Digest digest;
+  offload::Digest digest;
   for (const auto& piece : pieces) {
     const auto host = piece.values.cpu();
     digest.update(host.const_data_ptr(), host.nbytes());
   }
   return digest.value();
+}
+
+// By the caller of a save in the background.
+std::int64_t bytes_copied_at_once(const Contents& contents) {
+  std::int64_t bytes = 0;
+  for (const auto* pieces : {&contents.pieces, &contents.buffers}) {
+    for (const auto& piece : *pieces) {
+      if (!piece.engine_only) bytes += piece.numel() * piece.element_size();
+    }
+  }
+  return bytes;
 }
 
 void remove_unfinished(const std::string& folder) {
@@ -61,7 +72,7 @@ std::string message_of(const std::exception_ptr& reason) {
 
 std::string random_word() {
   std::random_device device;
-  return hex(std::uint64_t{device()} << 32 | device());
+  return offload::hex(std::uint64_t{device()} << 32 | device());
 }
 
 struct Saver::Job {
@@ -150,6 +161,7 @@ Rehearsal Saver::rehearse(const std::string& directory, const Contents& contents
   const auto begin = Clock::now();
   run(job, contents, {});
   const std::chrono::duration<double> taken = Clock::now() - begin;
+  if (settings_.keeps_staging) staging_.make(bytes_copied_at_once(contents));
   return {job->bytes, taken.count(), free_bytes(directory)};
 }
 
@@ -185,7 +197,7 @@ void Saver::run(const std::shared_ptr<Job>& job, const Contents& contents,
   }
   if (job->mode == Mode::wait) {
     finish();
-    staging_.free_unused();
+    if (!settings_.keeps_staging) staging_.free_unused();
   }
 }
 
@@ -202,13 +214,15 @@ void Saver::begin(Job& job) {
       say(job, "begin", kFailed + std::string(error.what()));
       throw;
     }
-    say(job, "begin", join(hex(job.buffers_digest), ' ', job.temporary));
+    say(job, "begin", join(offload::hex(job.buffers_digest), ' ', job.temporary));
     return;
   }
   const auto text = hear(job, "begin");
   if (text.front() == kFailed) throw Error(text.substr(1));
   const auto space = text.find(' ');
-  if (text.substr(0, space) == hex(job.buffers_digest)) job.buffers_digest = 0;  // as rank 0's
+  if (text.substr(0, space) == offload::hex(job.buffers_digest)) {
+    job.buffers_digest = 0;  // as rank 0's
+  }
   job.temporary = text.substr(space + 1);
 }
 
@@ -229,10 +243,8 @@ void Saver::write(Job& job, const Contents& contents, const SaveOptions& options
   }
   job.shard = std::make_unique<ShardWriter>(
       in(job.temporary, shard_name(group_->rank())), staging_, stream_,
-      job.mode == Mode::wait ? ShardWriter::DigestBy::caller : ShardWriter::DigestBy::stream);
-  job.shard->write(
-      pieces, options.own,
-      job.mode == Mode::wait ? ShardWriter::EngineOnly::now : ShardWriter::EngineOnly::later);
+      job.mode == Mode::wait ? ShardWriter::Caller::waits : ShardWriter::Caller::goes_on);
+  job.shard->write(pieces, options.own);
   if (group_->rank() == 0 && options.extra) options.extra(job.temporary);
 }
 

@@ -18,7 +18,8 @@ namespace poise::state {
 
 struct SaverSettings {
   std::chrono::milliseconds timeout{1800 * 1000};  // for the other ranks
-  std::int64_t staging_bytes = 0;                  // that an asynchronous save may hold
+  std::int64_t staging_bytes = 0;                  // that a save may hold
+  bool keeps_staging = false;                      // between saves, made by the rehearsal
   std::string id = {};  // alike on all ranks, and of no other Saver over this group
 };
 

@@ -4,25 +4,19 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "poise/error.h"
+#include "state/fast_copy.h"
 #include "state/safetensors.h"
 
 namespace poise::state {
 namespace {
 
-// By as many threads as torch has: the training waits for it.
-void copy_fast(char* to, const char* from, std::size_t size) {
-  constexpr std::int64_t kGrain = std::int64_t{1} << 20;
-  at::parallel_for(0, static_cast<std::int64_t>(size), kGrain, [&](auto begin, auto end) {
-    std::memcpy(to + begin, from + begin, static_cast<std::size_t>(end - begin));
-  });
-}
+constexpr std::size_t kWorthIt = std::size_t{1} << 20;  // to be written apart from its neighbours
 
 // So that the first of `later`, and with it all that follow, lies at a multiple of its element.
 Piece padding_between(const std::vector<Piece>& now, const std::vector<Piece>& later) {
@@ -35,21 +29,18 @@ Piece padding_between(const std::vector<Piece>& now, const std::vector<Piece>& l
 
 }  // namespace
 
-ShardWriter::ShardWriter(std::string path, Staging& staging, Stream& stream, DigestBy digest_by)
-    : staging_(staging),
-      stream_(stream),
-      digest_by_(digest_by),
-      file_(std::make_shared<File>(path)) {}
+ShardWriter::ShardWriter(std::string path, Staging& staging, Stream& stream, Caller caller)
+    : staging_(staging), stream_(stream), caller_(caller), file_(std::make_shared<File>(path)) {}
 
 ShardWriter::~ShardWriter() {
   if (tile_) staging_.give_back(std::move(*tile_));
+  for (auto& one : waiting_) staging_.give_back(std::move(one.tile));
 }
 
 void ShardWriter::write(const std::vector<Piece>& pieces,
-                        const std::map<std::string, std::string>& metadata,
-                        EngineOnly engine_only) {
+                        const std::map<std::string, std::string>& metadata) {
   const auto comes_later = [&](const Piece& piece) {
-    return engine_only == EngineOnly::later && piece.engine_only;
+    return caller_ == Caller::goes_on && piece.engine_only;
   };
   // Wide types first: each tensor lies at a multiple of its element's size.
   auto now = pieces;
@@ -74,7 +65,9 @@ void ShardWriter::write(const std::vector<Piece>& pieces,
   const auto header = write_header(entries, metadata);
   append(header.data(), header.size());
   for (const auto& piece : now) append(piece);
-  if (rest_.empty() && filled_ > 0) submit();
+  if (rest_.empty()) end_tile();
+  submit_filled();
+  in_place_.synchronize();
 }
 
 void ShardWriter::write_rest() {
@@ -82,12 +75,16 @@ void ShardWriter::write_rest() {
   wait_ = Staging::Wait::plain;
   for (const auto& piece : rest_) append(piece);
   rest_.clear();
-  submit();
+  end_tile();
+  submit_filled();
 }
 
 char* ShardWriter::room(std::size_t& size) {
-  if (tile_ && filled_ == kTile) submit();
-  if (!tile_) tile_ = staging_.take(wait_);
+  if (filled_ == kTile) end_tile();
+  if (!tile_) {
+    if (staging_.used_up()) submit_filled();  // to get tiles back
+    tile_ = staging_.take(wait_);
+  }
   size = std::min(size, kTile - filled_);
   char* place = tile_->data + filled_;
   filled_ += size;
@@ -98,10 +95,12 @@ void ShardWriter::append(const char* bytes, std::size_t size) {
   while (size > 0) {
     auto length = size;
     char* place = room(length);  // may be less
-    if (wait_ == Staging::Wait::interruptible) {
-      copy_fast(place, bytes, length);
+    if (caller_ == Caller::waits) {
+      copy_by_threads(place, bytes, length);  // its checksum is next
+    } else if (wait_ == Staging::Wait::interruptible) {
+      copy_past_caches_by_threads(place, bytes, length);
     } else {
-      std::memcpy(place, bytes, length);  // the training has the other cores
+      copy_past_caches(place, bytes, length);  // the training has the other cores
     }
     bytes += length;
     size -= length;
@@ -128,6 +127,8 @@ void ShardWriter::append_span(const Piece& piece) {
 void ShardWriter::append_tensor(const at::Tensor& flat) {
   POISE_CHECK(flat.is_contiguous());
   if (flat.is_cpu()) {
+    const bool in_place = caller_ == Caller::waits && file_->output.copies();
+    if (in_place && flat.nbytes() >= kWorthIt) return write_in_place(flat);
     return append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
   }
   at::NoGradGuard no_grad;
@@ -141,13 +142,38 @@ void ShardWriter::append_tensor(const at::Tensor& flat) {
   }
 }
 
-void ShardWriter::submit() {
-  auto tile = std::make_shared<Staging::Tile>(std::move(*tile_));
+void ShardWriter::write_in_place(const at::Tensor& flat) {
+  end_tile();
+  submit_filled();
+  in_place_ = stream_.submit([file = file_, flat] {
+    try {
+      if (file->error) return;
+      file->output.write_from_anywhere(static_cast<const char*>(flat.const_data_ptr()),
+                                       flat.nbytes());
+      file->bytes += flat.nbytes();
+    } catch (const std::exception& error) {
+      file->error = error.what();
+    }
+  });
+  file_->digest.update(flat.const_data_ptr(), flat.nbytes());
+}
+
+void ShardWriter::end_tile() {
+  if (!tile_) return;
+  waiting_.push_back({std::move(*tile_), std::exchange(filled_, 0)});
   tile_.reset();
-  const auto size = std::exchange(filled_, 0);
-  const bool digest_here = digest_by_ == DigestBy::caller;
-  if (digest_here) file_->digest.update(tile->data, size);
-  stream_.submit([file = file_, tile, size, digest_here, &staging = staging_] {
+  if (caller_ == Caller::waits || wait_ == Staging::Wait::plain) submit_filled();
+}
+
+void ShardWriter::submit_filled() {
+  for (auto& one : std::exchange(waiting_, {})) submit(std::move(one));
+}
+
+void ShardWriter::submit(Filled filled) {
+  const auto tile = std::make_shared<Staging::Tile>(std::move(filled.tile));
+  const bool digest_here = caller_ == Caller::waits;
+  if (digest_here) file_->digest.update(tile->data, filled.size);
+  stream_.submit([file = file_, tile, size = filled.size, digest_here, &staging = staging_] {
     try {
       if (!file->error) {
         if (!digest_here) file->digest.update(tile->data, size);

@@ -2,6 +2,7 @@
 #include "state/staging.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "poise/error.h"
@@ -13,11 +14,11 @@ namespace poise::state {
 Staging::Staging(offload::HostMemory& memory, std::int64_t limit)
     : memory_(memory), limit_(std::max<std::size_t>(2, static_cast<std::size_t>(limit) / kTile)) {}
 
-Staging::Tile Staging::make() {
+Staging::Tile Staging::new_tile() {
   Tile tile;
-  tile.memory = memory_.allocate(static_cast<std::int64_t>(kTile + kBlock), at::kByte);
-  const auto address = reinterpret_cast<std::uintptr_t>(tile.memory.mutable_data_ptr());
-  tile.data = reinterpret_cast<char*>((address + kBlock - 1) / kBlock * kBlock);
+  tile.memory = memory_.allocate(static_cast<std::int64_t>(kTile), at::kByte);
+  tile.data = static_cast<char*>(tile.memory.mutable_data_ptr());
+  POISE_CHECK(reinterpret_cast<std::uintptr_t>(tile.data) % offload::kSector == 0);
   return tile;
 }
 
@@ -25,7 +26,7 @@ Staging::Tile Staging::take(Wait wait) {
   std::unique_lock lock(mutex_);
   if (unused_.empty() && made_ < limit_) {
     try {
-      auto tile = make();
+      auto tile = new_tile();
       ++made_;
       return tile;
     } catch (const Error&) {
@@ -43,10 +44,27 @@ Staging::Tile Staging::take(Wait wait) {
   return tile;
 }
 
+bool Staging::used_up() const {
+  const std::lock_guard lock(mutex_);
+  return unused_.empty() && made_ >= limit_;
+}
+
 void Staging::give_back(Tile tile) {
   const std::lock_guard lock(mutex_);
   unused_.push_back(std::move(tile));
   returned_.notify_one();
+}
+
+void Staging::make(std::int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const auto wanted = std::min(limit_, static_cast<std::size_t>(bytes) / kTile + 1);
+  try {
+    for (; made_ < wanted; ++made_) {
+      unused_.push_back(new_tile());
+      std::memset(unused_.back().data, 0, kTile);  // else the save would wait for its pages
+    }
+  } catch (const Error&) {  // the save will do with what there is
+  }
 }
 
 void Staging::free_unused() {

@@ -25,20 +25,22 @@ class Staging {
 
   struct Tile {
     at::Tensor memory;
-    char* data = nullptr;  // kTile bytes, aligned for writes past the page cache
+    char* data = nullptr;  // kTile bytes, page-aligned
   };
   // The thread that runs the training looks for Ctrl-C while it waits; others must not.
   enum class Wait { interruptible, plain };
   Tile take(Wait wait);
+  bool used_up() const;       // take() would wait
   void give_back(Tile tile);  // from any thread
   void free_unused();
+  void make(std::int64_t bytes);  // as far as the limit allows, pages and all
 
  private:
-  Tile make();
+  Tile new_tile();
 
   offload::HostMemory& memory_;
   const std::size_t limit_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::vector<Tile> unused_;
   std::size_t made_ = 0;

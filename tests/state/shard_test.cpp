@@ -1,0 +1,118 @@
+// A shard that is written straight from where its values lie is the one that passes through tiles.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <atomic>
+
+#include "poise/interrupt.h"
+#include "state/fast_copy.h"
+#include "state/files.h"
+#include "state/training.h"
+
+namespace poise {
+namespace {
+
+using testing::TempFolder;
+
+// A folder in memory, which the system copies to; a test is skipped where there is none.
+class InMemory {
+ public:
+  InMemory() {
+    if (::mkdtemp(path_.data()) == nullptr) path_.clear();
+  }
+  ~InMemory() {
+    if (!path_.empty()) state::remove_tree(path_);
+  }
+  bool is_there() const { return !path_.empty(); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_ = "/dev/shm/poise_test_XXXXXX";
+};
+
+// Values that are large enough to be written apart, between small ones.
+struct Trained {
+  std::vector<at::Tensor> weights;
+  std::unique_ptr<Engine> engine;
+  explicit Trained(bool asynchronous) {
+    ModelView view;
+    std::uint64_t seed = 0;
+    for (const std::int64_t numel : {7, 400'003, 5, 300'000, 1'100'001, 3}) {
+      weights.push_back(test::normal({numel}, ++seed).requires_grad_());
+      view.parameters.push_back({"w" + std::to_string(seed), weights.back()});
+    }
+    view.buffers.push_back({"odd", at::ones({3}, at::kByte)});
+    auto config = test::adamw_config();
+    config.state.asynchronous = asynchronous;
+    engine = std::make_unique<Engine>(view, config);
+    step();
+  }
+  void step() {
+    engine->step(1, [&](std::size_t) {
+      auto sum = weights[0].square().sum();
+      for (const auto& weight : weights) sum = sum + weight.square().sum();
+      return Loss::sum(sum, 1);
+    });
+  }
+};
+
+TEST(Shard, IsTheSameFromTilesAndFromWhereItsValuesLie) {
+  const InMemory memory;
+  if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+  const TempFolder disk;
+  Trained waits(false), goes_on(true);
+  waits.engine->save(memory.path(), {.name = "in_place"});
+  goes_on.engine->save(memory.path(), {.name = "tiles"});
+  goes_on.engine->finish_save();
+  waits.engine->save(disk.path(), {.name = "disk"});
+  const auto folder = memory.path() + "/";
+  for (const auto& save : {folder + "in_place", folder + "tiles", disk / "disk"}) {
+    state::verify(save);
+    EXPECT_EQ(state::differences(save, folder + "in_place"), std::vector<std::string>{});
+  }
+  EXPECT_EQ(testing::bytes_of(folder + "in_place/rank-00000.safetensors"),
+            testing::bytes_of(disk / "disk/rank-00000.safetensors"));
+}
+
+TEST(Shard, IsCopiedFromAnywhereToAnywhere) {
+  std::string from(3000, '\0');
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 + i / 256);
+  for (const std::size_t to_at : {0, 1, 15, 63, 64}) {
+    for (const std::size_t from_at : {0, 3, 64}) {
+      for (const std::size_t size : {0, 1, 63, 64, 65, 130, 2900}) {
+        std::string to(3100, 'x');
+        state::copy_past_caches(to.data() + to_at, from.data() + from_at, size);
+        EXPECT_EQ(to, std::string(to_at, 'x') + from.substr(from_at, size) +
+                          std::string(to.size() - to_at - size, 'x'));
+      }
+    }
+  }
+}
+
+// Ctrl-C while values are written from where they lie, and may change from then on: no save.
+TEST(Shard, ThatIsInterruptedIsNoSave) {
+  const InMemory memory;
+  if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+  Trained run(false);
+  run.engine->save(memory.path());
+  run.step();
+  Stream::set_test_delay(3, 400'000);  // waits look for Ctrl-C every 50 ms
+  static std::atomic<bool> pressed;
+  pressed = true;
+  auto* const before = set_interrupt_check([] {
+    if (pressed.exchange(false)) throw Interrupted{2};
+  });
+  EXPECT_THROW(run.engine->save(memory.path()), Interrupted);
+  set_interrupt_check(before);
+  Stream::set_test_delay(0, 0);
+  run.step();
+  run.engine->finish_save();
+  EXPECT_EQ(state::list(memory.path()).size(), 1u);
+  const auto made = run.engine->save(memory.path());
+  state::verify(made);
+  EXPECT_EQ(state::names_in(memory.path()),
+            (std::vector<std::string>{".lock", "latest", "update-00000001", "update-00000003"}));
+}
+
+}  // namespace
+}  // namespace poise
