@@ -194,6 +194,7 @@ struct StatePolicy {
   std::int64_t save_total_limit = 0;  // saves that stay, the newest ones; 0: all
   std::int64_t keep_every = 0;        // saves after each n-th update stay besides; 0: none
   bool rehearse = true;               // a save is tried out before the first update
+  bool keep_best = false;             // one is made, and stays, after each best validation so far
   std::string resume = "none";        // none, auto: the latest save if there is one; else its path
   bool asynchronous = false;          // saves are written while the training goes on
   std::int64_t staging_bytes = std::int64_t{1} << 30;  // host memory that one may hold

@@ -20,6 +20,7 @@ struct SaveOptions {
   std::map<std::string, std::string> own = {};   // this rank's, given back where as many ranks load
   std::int64_t total_limit = 0;  // saves that stay in the directory, the newest ones; 0: all
   std::int64_t keep_every = 0;   // those after each n-th update stay besides; 0: none of them
+  bool best = false;  // the link `best` leads to this one from now on; where it leads stays besides
   // Rank 0: writes files of its own into the save's folder; they are whole with it.
   std::function<void(const std::string& folder)> extra = {};
 };

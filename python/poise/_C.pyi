@@ -716,6 +716,7 @@ class Engine:
         own: collections.abc.Mapping[str, str] = {},
         total_limit: typing.SupportsInt = 0,
         keep_every: typing.SupportsInt = 0,
+        best: bool = False,
         extra: collections.abc.Callable | None = None,
     ) -> str: ...
     def set_accumulation(self, micro_batches: typing.SupportsInt) -> None: ...

@@ -341,6 +341,7 @@ class Engine:
         own: Mapping[str, str] | None = None,
         total_limit: int = 0,
         keep_every: int = 0,
+        best: bool = False,
         extra: Callable[[str], None] | None = None,
     ) -> str:
         """Saves all that the next updates depend on as a folder that is whole or not there.
@@ -357,6 +358,7 @@ class Engine:
           own: texts of this rank, given back where as many ranks load.
           total_limit: saves that stay in the directory, the newest ones; 0: all.
           keep_every: saves after each n-th update stay besides; 0: none of them.
+          best: the directory's link `best` leads to this save from now on; where it leads stays.
           extra: writes files of its own into the folder it gets; called on rank 0.
 
         Returns:
@@ -370,6 +372,7 @@ class Engine:
             own=dict(own or {}),
             total_limit=total_limit,
             keep_every=keep_every,
+            best=best,
             extra=extra,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class RunState:
         self._max_updates = settings["train"]["max_updates"]
         self._folder = Path(settings["train"]["output_dir"]) / "state"
         self._saved = -1  # updates at the last save
+        self._last: dict[str, Any] = {}  # its arguments
+        self._best: float | None = None  # validation loss
+        self._is_best = False  # the last one, and not saved yet
         self._open: tuple[int, generators.Snapshot] | None = None  # where the open window began
 
     def resume(self) -> None:
@@ -54,6 +58,8 @@ class RunState:
                 f"this run has {identity}; resume with the same data and seed"
             )
         self._report.go_on(loaded.user.get("report", ""))
+        if best := loaded.user.get("best"):
+            self._best = float(best)
         self._data.windows.seek(loaded.cursor)
         generators.take_texts(loaded.own)
         self._saved = self._report.updates
@@ -68,7 +74,8 @@ class RunState:
             f"  a save takes {_C.format_bytes(save.bytes)} and {save.seconds:.2f} s; "
             f"{_C.format_bytes(save.free_bytes)} are free in {self._folder}"
         )
-        saves = 1 + (self._policy["save_total_limit"] or self._max_updates // self._every)
+        saves = 1 + self._policy["keep_best"]
+        saves += self._policy["save_total_limit"] or self._max_updates // self._every
         if save.bytes * saves > save.free_bytes:
             logger.warning(
                 "the %d saves of this run take %s, more than is free; free some space or set "
@@ -84,7 +91,13 @@ class RunState:
     def close_window(self) -> None:
         self._open = None
 
+    def validated(self, loss: float) -> None:
+        if self._policy["keep_best"] and loss < (math.inf if self._best is None else self._best):
+            self._best, self._is_best = loss, True
+
     def save_if_due(self) -> None:
+        if self._is_best:
+            self._save(best=True)
         if self._every > 0 and self._report.updates % self._every == 0:
             self._save()
 
@@ -92,6 +105,12 @@ class RunState:
         if self._every > 0:
             self._save()
         self._engine.finish_save()
+
+    def save_if_best(self) -> None:
+        """After a validation that came after save_at_end()."""
+        if self._is_best:
+            self._save(best=True)
+            self._engine.finish_save()
 
     def save_at_signal(self, interrupted: Interrupted) -> None:
         """A window that was open is given back: its samples and random numbers come again."""
@@ -106,15 +125,19 @@ class RunState:
         self._engine.finish_save()
         self._report.note(f"  saved after update {self._report.updates} in {self._folder}")
 
-    def _save(self) -> None:
-        if self._saved == self._report.updates:
+    def _save(self, best: bool = False) -> None:
+        if self._saved != self._report.updates:
+            self._saved = self._report.updates
+            self._last = {
+                "cursor": self._data.windows.cursor,
+                "user": {"report": self._report.text(), "data": json.dumps(self._data.identity)},
+                "own": generators.own_texts(),
+                "total_limit": self._policy["save_total_limit"],
+                "keep_every": self._policy["keep_every"],
+            }
+        elif not best:
             return
-        self._saved = self._report.updates
-        self._engine.save(
-            self._folder,
-            cursor=self._data.windows.cursor,
-            user={"report": self._report.text(), "data": json.dumps(self._data.identity)},
-            own=generators.own_texts(),
-            total_limit=self._policy["save_total_limit"],
-            keep_every=self._policy["keep_every"],
-        )
+        if self._best is not None:
+            self._last["user"]["best"] = repr(self._best)
+        self._engine.save(self._folder, best=best, **self._last)
+        self._is_best = False

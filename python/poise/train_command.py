@@ -104,6 +104,7 @@ class _Run:
         self._set_up()
         self._loop()
         self._validate()
+        self._state.save_if_best()
 
     def held(self) -> dict[str, Any] | None:
         """The books, for a run that failed."""
@@ -209,6 +210,7 @@ class _Run:
         batches, scope = self._data.validation(), self._engine.forward_scope
         metrics = evaluation.evaluate(self._model, batches, self._loss, scope)
         self._report.validation(metrics["eval_loss"])
+        self._state.validated(metrics["eval_loss"])
 
     def _banner(self) -> list[str]:
         settings, data = self._settings, self._data

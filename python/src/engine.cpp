@@ -202,8 +202,8 @@ py::dict memory_of(const Engine& engine) {
 std::string save(Engine& engine, const std::string& directory, const std::string& name,
                  std::optional<std::int64_t> cursor, const std::map<std::string, std::string>& user,
                  const std::map<std::string, std::string>& own, std::int64_t total_limit,
-                 std::int64_t keep_every, const std::optional<py::function>& extra) {
-  state::SaveOptions options{name, cursor, user, own, total_limit, keep_every, {}};
+                 std::int64_t keep_every, bool best, const std::optional<py::function>& extra) {
+  state::SaveOptions options{name, cursor, user, own, total_limit, keep_every, best, {}};
   if (extra) {
     options.extra = [&extra](const std::string& folder) {
       py::gil_scoped_acquire gil;
@@ -375,7 +375,7 @@ void bind_engine(py::module_& module) {
       .def("save", &save, py::arg("directory"), py::kw_only(), py::arg("name") = "",
            py::arg("cursor") = py::none(), py::arg("user") = std::map<std::string, std::string>{},
            py::arg("own") = std::map<std::string, std::string>{}, py::arg("total_limit") = 0,
-           py::arg("keep_every") = 0, py::arg("extra") = py::none())
+           py::arg("keep_every") = 0, py::arg("best") = false, py::arg("extra") = py::none())
       .def("rehearse_save", &Engine::rehearse_save, py::arg("directory"), NoGil())
       .def("finish_save", &Engine::finish_save, NoGil())
       .def(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import poise
 import pytest
@@ -50,6 +51,10 @@ def rows(width=8):
 
 def stream(width=8):
     return Net(width), Stream()
+
+
+def judged(width=8):
+    return Net(width), Rows(), Rows()
 """
 
 
@@ -106,6 +111,25 @@ def test_auto_begins_and_goes_on(folder, capsys):
     assert "resumed from out/state/update-00000006 after update 6" in capsys.readouterr().out
     assert train(folder, "rows", "train.output_dir=whole") == 0
     assert lines_of(folder, "out")[-1]["losses"] == lines_of(folder, "whole")[-1]["losses"]
+
+
+@pytest.mark.parametrize("rate", [0.05, 30.0])
+def test_the_save_of_the_best_validation_stays(folder, rate):
+    settings = ("state.save_every=4", "state.save_total_limit=1", "state.keep_best=true")
+    settings += ("train.validate_every=1", f"optimizer.lr={rate}", "state.resume=auto")
+    assert train(folder, "judged", *settings, "train.output_dir=out") == 0
+    state, lines = folder / "out" / "state", lines_of(folder, "out")
+    losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert len(losses) == 13
+    best = min(losses, key=losses.get)  # the first of equals
+    assert (state / "best").readlink().name == f"update-{best:08d}"
+    kept = {f"update-{best:08d}", "update-00000013"}
+    assert {Path(save).name for save in _C.list_saves(str(state))} == kept
+    _C.verify_save(str(state / "best"))
+    again = (*settings, "train.output_dir=again")
+    assert train(folder, "judged", *again, "train.max_updates=5") == 0
+    assert train(folder, "judged", *again) == 0
+    assert (folder / "again" / "state" / "best").readlink().name == f"update-{best:08d}"
 
 
 def test_other_data_is_refused(folder, capsys):

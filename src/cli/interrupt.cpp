@@ -42,6 +42,8 @@ InterruptScope::~InterruptScope() {
 
 bool InterruptScope::asks_for_save(int signal) { return signal == SIGTERM || signal == SIGUSR1; }
 
+bool InterruptScope::save_is_asked() { return asks_for_save(received); }
+
 int InterruptScope::take_save() {
   const int signal = received;
   if (!asks_for_save(signal)) return 0;

@@ -1,5 +1,5 @@
 // Ctrl-C, SIGTERM and Slurm's SIGUSR1 during a run: noted by a handler, acted on between
-// micro-batches and in waits, or, where all ranks must save first, between updates.
+// micro-batches and in waits, or, where all ranks must save first, where they can agree on it.
 #pragma once
 
 #include <csignal>
@@ -23,6 +23,7 @@ class InterruptScope {
   void put_saves_off();
   // The signal that asks for a save and the end of the run, once; 0: none has come.
   int take_save();
+  static bool save_is_asked();
   static bool asks_for_save(int signal);
 
  private:

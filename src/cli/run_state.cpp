@@ -11,9 +11,16 @@
 #include "poise/log.h"
 #include "poise/memory.h"
 #include "poise/state.h"
+#include "poise/window_dropped.h"
 #include "state/random.h"
+#include "state/saver.h"
 
 namespace poise::cli {
+namespace {
+
+constexpr std::chrono::milliseconds kLookEvery{50};
+
+}  // namespace
 
 RunState::RunState(const Config& config, Engine& engine, data::WindowLoader& loader, Report& report,
                    InterruptScope& interrupt)
@@ -24,7 +31,12 @@ RunState::RunState(const Config& config, Engine& engine, data::WindowLoader& loa
       report_(report),
       interrupt_(interrupt),
       directory_((std::filesystem::path(config.train.output_dir) / "state").string()) {
-  if (saves_ && engine.group().size() > 1) interrupt_.put_saves_off();
+  auto& group = engine.group();
+  if (!saves_ || group.size() == 1) return;
+  interrupt_.put_saves_off();
+  // The store may still have the notes of a run that the launcher has started again.
+  const auto words = group.all_gather_text(state::random_word(), "name of the run");
+  asked_note_ = join("train/", words.front(), "/save_asked");
 }
 
 // What must be the same for a cursor to mean the same data.
@@ -59,6 +71,9 @@ void RunState::resume() {
          data_identity(), "; resume with the same data and seed");
   }
   report_.go_on(text("report"));
+  if (const auto best = text("best"); !best.empty()) {
+    best_ = nlohmann::json::parse(best).get<double>();
+  }
   loader_.seek(*loaded.cursor);
   saved_ = report_.updates();
   report_.note(join("  resumed from ", loaded.path, " after update ", report_.updates()));
@@ -71,7 +86,8 @@ void RunState::rehearse() {
                     std::round(save.seconds * 100) / 100, " s; ",
                     memory::format_bytes(save.free_bytes), " are free in ", directory_));
   const auto limit = config_.state.save_total_limit;
-  const auto saves = 1 + (limit > 0 ? limit : config_.train.max_updates / config_.state.save_every);
+  const auto saves = 1 + (config_.state.keep_best ? 1 : 0) +
+                     (limit > 0 ? limit : config_.train.max_updates / config_.state.save_every);
   if (save.bytes > save.free_bytes / saves) {
     log::warning("the ", saves, " saves of this run take ",
                  memory::format_bytes(save.bytes * saves),
@@ -89,14 +105,38 @@ void RunState::open_window() {
   }
 }
 
-void RunState::save() {
-  if (std::exchange(saved_, report_.updates()) == report_.updates()) return;
-  state::SaveOptions options;
-  options.cursor = loader_.cursor();
-  options.user = {{"report", report_.text()}, {"data", data_identity()}};
-  options.total_limit = config_.state.save_total_limit;
-  options.keep_every = config_.state.keep_every;
-  engine_.save(directory_, options);
+void RunState::give_window_back() {
+  if (!std::exchange(in_window_, false)) return;
+  engine_.discard_window();
+  loader_.seek(cursor_);
+  const auto devices = state::generators_of(engine_.group().device());
+  for (std::size_t i = 0; i < random_.size(); ++i) state::set_random_state(devices[i], random_[i]);
+}
+
+// Ranks may differ in the last bits of a loss, and must not in whether they save.
+void RunState::validated(double loss) {
+  if (!config_.state.keep_best) return;
+  auto& group = engine_.group();
+  const auto text = nlohmann::json(loss < best_).dump();
+  if (group.all_gather_text(text, "whether a validation is the best").front() != "true") return;
+  is_best_ = true;
+  best_ = loss;
+}
+
+void RunState::save(Best best) {
+  if (std::exchange(saved_, report_.updates()) != report_.updates()) {
+    options_ = {};
+    options_.cursor = loader_.cursor();
+    options_.user = {{"report", report_.text()}, {"data", data_identity()}};
+    options_.total_limit = config_.state.save_total_limit;
+    options_.keep_every = config_.state.keep_every;
+  } else if (best == Best::no) {
+    return;
+  }
+  options_.best = best == Best::yes;
+  if (std::isfinite(best_)) options_.user["best"] = nlohmann::json(best_).dump();
+  engine_.save(directory_, options_);
+  is_best_ = false;
 }
 
 int RunState::asked_on_any_rank() {
@@ -112,34 +152,56 @@ int RunState::asked_on_any_rank() {
   return mine != 0 ? mine : SIGTERM;
 }
 
+// The window would end without this word, too, but not before the other ranks have run the rest.
+void RunState::drop_if_asked() {
+  auto& group = engine_.group();
+  if (!saves_ || group.size() == 1) return;
+  if (InterruptScope::save_is_asked()) {
+    group.leave_note(asked_note_, "yes");
+    throw WindowDropped();
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (now - looked_ < kLookEvery) return;
+  looked_ = now;
+  if (group.note(asked_note_)) throw WindowDropped();
+}
+
+void RunState::save_dropped() {
+  give_window_back();
+  const int mine = interrupt_.take_save();
+  save_and_end(mine != 0 ? mine : SIGTERM);
+}
+
+void RunState::save_and_end(int signal) {
+  save(Best::no);
+  engine_.finish_save();
+  report_.note(join("  saved after update ", report_.updates(), " in ", directory_));
+  engine_.group().barrier("the end of the run");  // its store goes with rank 0
+  throw SavedAtSignal{signal};
+}
+
 void RunState::save_if_due() {
   if (!saves_) return;
-  if (report_.updates() % config_.state.save_every == 0) save();
-  if (const int signal = asked_on_any_rank()) {
-    save();
-    engine_.finish_save();
-    report_.note(join("  saved after update ", report_.updates(), " in ", directory_));
-    throw Interrupted{signal};
-  }
+  if (is_best_) save(Best::yes);
+  if (report_.updates() % config_.state.save_every == 0) save(Best::no);
+  if (const int signal = asked_on_any_rank()) save_and_end(signal);
 }
 
 void RunState::save_at_end() {
-  if (saves_) save();
+  if (saves_) save(Best::no);
+  engine_.finish_save();
+}
+
+void RunState::save_if_best() {
+  if (!is_best_) return;
+  save(Best::yes);
   engine_.finish_save();
 }
 
 void RunState::save_at_signal(int signal) {
   if (!saves_ || engine_.group().size() > 1 || interrupt_.take_save() != signal) return;
-  if (std::exchange(in_window_, false)) {
-    engine_.discard_window();
-    loader_.seek(cursor_);
-    const auto devices = state::generators_of(engine_.group().device());
-    for (std::size_t i = 0; i < random_.size(); ++i)
-      state::set_random_state(devices[i], random_[i]);
-  }
-  save();
-  engine_.finish_save();
-  report_.note(join("  saved after update ", report_.updates(), " in ", directory_));
+  give_window_back();
+  save_and_end(signal);
 }
 
 }  // namespace poise::cli

@@ -2,7 +2,9 @@
 // run goes on from one.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,11 @@
 #include "poise/engine.h"
 
 namespace poise::cli {
+
+// All ranks have saved since a signal asked some of them to, and the run ends.
+struct SavedAtSignal {
+  int signal;
+};
 
 class RunState {
  public:
@@ -28,16 +35,26 @@ class RunState {
   // Around reading and training a window.
   void open_window();
   void close_window() { in_window_ = false; }
+  // Before a micro-batch of several ranks. Throws WindowDropped where a signal has asked a rank for
+  // a save: this one, or one that has said so.
+  void drop_if_asked();
 
-  // After a window and what belongs to it. Throws Interrupted, after a save, where a signal has
-  // asked some rank for it.
+  void validated(double loss);
+  // After a window and what belongs to it. Throws SavedAtSignal where a signal has asked some rank
+  // for a save.
   void save_if_due();
   void save_at_end();
+  void save_if_best();  // after a validation that came after save_at_end()
   // One rank, whose signal came in the middle of something: an open window is given back.
   void save_at_signal(int signal);
+  // All ranks, which have dropped the open window. Throws SavedAtSignal.
+  void save_dropped();
 
  private:
-  void save();
+  enum class Best { no, yes };
+  void save(Best best);
+  void give_window_back();
+  [[noreturn]] void save_and_end(int signal);
   int asked_on_any_rank();
   std::string data_identity() const;
 
@@ -48,7 +65,12 @@ class RunState {
   Report& report_;
   InterruptScope& interrupt_;
   const std::string directory_;
-  std::int64_t saved_ = -1;  // windows at the last save
+  std::int64_t saved_ = -1;                                // windows at the last save
+  state::SaveOptions options_;                             // its own
+  double best_ = std::numeric_limits<double>::infinity();  // validation loss
+  bool is_best_ = false;                                   // the last one, and not saved yet
+  std::string asked_note_;  // key of the note of a rank that a signal has asked for a save
+  std::chrono::steady_clock::time_point looked_;  // for it
   // Where the open window began.
   bool in_window_ = false;
   std::int64_t cursor_ = 0;

@@ -21,6 +21,7 @@
 #include "poise/data.h"
 #include "poise/engine.h"
 #include "poise/error.h"
+#include "poise/window_dropped.h"
 
 namespace poise::cli {
 namespace {
@@ -120,6 +121,8 @@ class Run {
   int go();
 
  private:
+  void run();
+  int ended_by(int signal);
   void set_up();
   void loop();
   StepResult update(const std::vector<data::Batch>& window);
@@ -167,6 +170,7 @@ void Run::set_up() {
 StepResult Run::update(const std::vector<data::Batch>& window) {
   const auto loss = [&](const data::Batch& batch) {
     interrupt_.check();
+    state_->drop_if_asked();
     return model_->loss(on(device_, batch));
   };
   return halving_ ? halving_->step(window, loss) : engine_->step(window, loss);
@@ -221,10 +225,12 @@ void Run::validate() {
   }
   model_->train();
   report_.validation(sum / samples);
+  state_->validated(sum / samples);
 }
 
 void Run::finish() {
   validate();
+  state_->save_if_best();
   if (config_.train.sample_bytes > 0) {
     const auto& corpus = corpora_.validation ? *corpora_.validation : *corpora_.train;
     const auto input = corpus.sample(0).input;
@@ -246,19 +252,29 @@ std::optional<memory::Snapshot> Run::held() const {
   return engine_->ledger().snapshot();
 }
 
-int Run::go() {
+void Run::run() {
   try {
     set_up();
     loop();
     finish();
-    report_.finish(std::nullopt, std::nullopt);
-    return 0;
+  } catch (const WindowDropped&) {
+    state_->save_dropped();
   } catch (const Interrupted& interrupted) {
     if (state_) state_->save_at_signal(interrupted.signal);
+    throw;
+  }
+}
+
+int Run::go() {
+  try {
+    run();
+    report_.finish(std::nullopt, std::nullopt);
+    return 0;
+  } catch (const SavedAtSignal& saved) {
+    return ended_by(saved.signal);
+  } catch (const Interrupted& interrupted) {
     end_others("ended by signal " + std::to_string(interrupted.signal));
-    report_.note("ended by signal " + std::to_string(interrupted.signal));
-    report_.finish("ended by signal " + std::to_string(interrupted.signal), held());
-    return 128 + interrupted.signal;
+    return ended_by(interrupted.signal);
   } catch (const c10::Error& error) {  // out of memory is one: the message without its backtrace
     end_others(error.what_without_backtrace());
     report_.finish(error.what_without_backtrace(), held());
@@ -268,6 +284,13 @@ int Run::go() {
     report_.finish(error.what(), held());
     throw;
   }
+}
+
+int Run::ended_by(int signal) {
+  const auto words = "ended by signal " + std::to_string(signal);
+  report_.note(words);
+  report_.finish(words, held());
+  return 128 + signal;
 }
 
 }  // namespace

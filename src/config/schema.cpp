@@ -318,6 +318,9 @@ std::vector<Key<Config>> make_keys() {
           "saves that stay, the newest ones; 0: all"),
       key(POISE_FIELD(state.keep_every), integer(0),
           "saves after each n-th update stay besides; 0: none of them"),
+      key(POISE_FIELD(state.keep_best), flag(),
+          "a save is made after each validation with the lowest loss so far; it stays besides, and "
+          "output_dir/state/best leads to it"),
       key(POISE_FIELD(state.rehearse), flag(),
           "where saves are made, one is tried out before the first update and removed: a full disk "
           "is told then"),

@@ -223,6 +223,7 @@ void check_state(const StatePolicy& state) {
            "state.save_every above 0");
   only_for(state.save_total_limit > 0, state.keep_every != 0, "state.keep_every",
            "state.save_total_limit above 0");
+  only_for(state.save_every > 0, state.keep_best, "state.keep_best", "state.save_every above 0");
   only_for(state.asynchronous, state.staging_bytes != StatePolicy{}.staging_bytes,
            "state.staging_bytes", "state.asynchronous");
 }

@@ -5,6 +5,7 @@
 #include "engine/impl.h"
 #include "poise/log.h"
 #include "poise/out_of_memory.h"
+#include "poise/window_dropped.h"
 
 namespace poise {
 
@@ -52,25 +53,32 @@ void Engine::Impl::agree_without_micro_batch() {
 
 // [Note: out of memory on some ranks] It must not end the group: with smaller micro-batches the
 // window may fit. So this rank gives up what it holds of the micro-batch and follows the others to
-// the end of the window (zero/following.h), where all learn of it and drop the window.
+// the end of the window (zero/following.h), where all learn of it and drop the window. A rank whose
+// loss throws WindowDropped does the same; where all do, the window ends where the first of them
+// has come to.
 void Engine::Impl::run_or_lose(const std::function<void()>& micro_batch) {
-  std::string why;
+  engine::Lost given_up;
   try {
     micro_batch();
     return;
+  } catch (const WindowDropped&) {
+    if (group->size() == 1) throw;
+    given_up = {true, "its loss dropped the window"};
   } catch (...) {
     if (group->size() == 1 || !is_out_of_memory(std::current_exception())) throw;
-    why = engine::message_of(std::current_exception());
+    given_up = {false, engine::message_of(std::current_exception())};
   }
-  lose(why);
+  lose(given_up);
 }
 
-void Engine::Impl::lose(const std::string& why) {
+void Engine::Impl::lose(const engine::Lost& given_up) {
   // Not the exception itself: one of Python's holds the frames, and their tensors, that it left.
-  lost = why;
+  lost = given_up;
   // The others hear of it first: the gathers in flight end when all have submitted theirs.
-  following.lose(why);
-  log::info("rank ", group->rank(), " ran out of memory in this window: ", why);
+  following.lose(given_up.why);
+  if (!given_up.dropped) {
+    log::info("rank ", group->rank(), " ran out of memory in this window: ", given_up.why);
+  }
   engine::drain_autograd_queue();
   gradients.drop_unjoined();
   if (units) units->discard();
@@ -121,7 +129,7 @@ void Engine::Impl::follow_to_end() {
 // Outside of what run_or_lose() runs.
 void Engine::Impl::lose_window(const std::string& why) {
   guarded([&] {
-    lose(why);
+    lose({false, why});
     follow_to_end();
   });
   try {
@@ -131,13 +139,15 @@ void Engine::Impl::lose_window(const std::string& why) {
   }
 }
 
-// A window in which some rank ran out of memory is dropped on all of them; the error it ends with.
+// A window that some rank has lost is dropped on all of them; the exception it ends with.
 void Engine::Impl::drop_lost_window() {
   ++lost_windows;
   discard_window();
   loss_weights.forget_window();
   const auto told = std::exchange(sums, {});
-  if (lost) throw_out_of_memory(*std::exchange(lost, std::nullopt));
+  const auto mine = std::exchange(lost, std::nullopt);
+  if (told.dropped) throw WindowDropped();
+  if (mine && !mine->dropped) throw_out_of_memory(mine->why);
   throw_out_of_memory(
       join("[engine] rank ", told.lost_rank,
            " ran out of memory; the window is dropped on all ranks: ", told.lost_why));

@@ -63,8 +63,16 @@ struct Sums {
   double grad_norm = 0;  // of the mean gradient, before clipping
   Status status = Status::applied;
   std::string first_bad_parameter;
-  int lost_rank = -1;  // the first one that ran out of memory in this window; -1: none
+  // The first one that ran out of memory in this window, or else that dropped it; -1: none.
+  int lost_rank = -1;
+  bool dropped = false;  // by WindowDropped, and no rank ran out of memory
   std::string lost_why;
+};
+
+// Why this rank ended a window before its end.
+struct Lost {
+  bool dropped = false;  // its loss threw WindowDropped; else it ran out of memory
+  std::string why;
 };
 
 // How far a rank that stopped running forwards has followed the others in this window.
@@ -139,7 +147,7 @@ struct Engine::Impl {
   void run_or_lose(const std::function<void()>& micro_batch);
   void follow();
   void note_losses(const std::vector<double>& rows, std::size_t columns);
-  void lose(const std::string& why);
+  void lose(const engine::Lost& given_up);
   void follow_to_end();
   void lose_window(const std::string& why);
   [[noreturn]] void drop_lost_window();
@@ -221,7 +229,7 @@ struct Engine::Impl {
   config::SchedulePolicy schedule = config.schedule;
   std::int64_t schedule_from = 0;
   engine::Sums sums;
-  std::optional<std::string> lost;  // this rank ran out of memory in this window, and how
+  std::optional<engine::Lost> lost;  // in this window
   engine::Followed followed = engine::Followed::not_at_all;
   std::optional<double> clip_at;  // of the open window, instead of the config's
   std::string half_an_update;     // why an update ended in its middle; empty: none did

@@ -117,6 +117,7 @@ double Engine::Impl::clip_factor(double grad_norm) const {
 struct Share {
   enum Place { squares, bad_entry, micro_batches, lost, first_sum };
   static constexpr double kNone = -1;
+  static constexpr double kOutOfMemory = 1, kDropped = 2;  // at `lost`
 };
 
 // Stop 8: N, status and norm, the same on all ranks; where the host waits for the device.
@@ -132,7 +133,8 @@ void Engine::Impl::sum_up() {
     following.take(zero::Following::Operation::end_window);
     gradients.finish_window();
   }
-  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), lost ? 1.0 : 0.0};
+  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), 0};
+  if (lost) row[Share::lost] = lost->dropped ? Share::kDropped : Share::kOutOfMemory;
   const auto squared = gradients.squared_norms().cpu();
   const auto* norms = squared.const_data_ptr<double>();
   const bool first_replica = ranks.replica->rank() == 0;  // the others have the same sums
@@ -217,12 +219,15 @@ void Engine::Impl::measure_noise(const std::vector<double>& rows, std::size_t co
   noise.add(all, joined, sums.grad_norm * sums.grad_norm, sums.totals.tokens);
 }
 
-// Which rank ran out of memory, and what it said.
+// Which rank ran out of memory, and what it said; or that some dropped the window.
 void Engine::Impl::note_losses(const std::vector<double>& rows, std::size_t columns) {
-  for (int rank = 0; rank < group->size() && sums.lost_rank < 0; ++rank) {
-    if (rows[static_cast<std::size_t>(rank) * columns + Share::lost] == 0) continue;
-    sums.lost_rank = rank;
-    sums.lost_why = following.loss_of(rank);
+  for (const double how : {Share::kOutOfMemory, Share::kDropped}) {
+    for (int rank = 0; rank < group->size() && sums.lost_rank < 0; ++rank) {
+      if (rows[static_cast<std::size_t>(rank) * columns + Share::lost] != how) continue;
+      sums.lost_rank = rank;
+      sums.dropped = how == Share::kDropped;
+      sums.lost_why = following.loss_of(rank);
+    }
   }
   following.end_window();
 }

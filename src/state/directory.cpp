@@ -17,7 +17,8 @@ namespace poise::state {
 namespace {
 
 constexpr char kLatest[] = "latest";
-constexpr char kNewLatest[] = ".latest.new";
+constexpr char kBest[] = "best";
+constexpr char kNewLink[] = ".latest.new";
 constexpr char kSaving[] = ".saving";
 constexpr char kRemoving[] = ".removing";
 
@@ -27,7 +28,7 @@ bool ends_with(const std::string& text, const std::string& end) {
 
 bool is_left_over(const std::string& name) {
   return name.front() == '.' &&
-         (ends_with(name, kSaving) || ends_with(name, kRemoving) || name == kNewLatest);
+         (ends_with(name, kSaving) || ends_with(name, kRemoving) || name == kNewLink);
 }
 
 bool is_save(const std::string& folder) { return is_file(in(folder, kManifest)); }
@@ -54,7 +55,8 @@ std::vector<WholeSave> saves_in(const std::string& directory) {
   if (!is_folder(in(directory, "."))) return saves;
   for (const auto& name : names_in(directory)) {
     const auto folder = in(directory, name);
-    if (name.front() == '.' || name == kLatest || !is_save(folder)) continue;
+    // A link is another name of a save that is here, too.
+    if (name.front() == '.' || !is_folder(folder) || !is_save(folder)) continue;
     try {
       const auto updates = read_manifest(folder).progress.updates;
       saves.push_back({changed_at(in(folder, kManifest)), updates, name});
@@ -93,17 +95,25 @@ void check_name(const std::string& name) {
   }
 }
 
-void check_place(const std::string& directory, const std::string& name) {
-  const auto place = in(directory, name), link = in(directory, kLatest);
+void check_place(const std::string& directory, const std::string& name, bool best) {
+  const auto place = in(directory, name);
   if (is_there(place) && !(is_folder(place) && is_save(place))) {
     fail("state", place,
          " is there and is no save, so that it is not replaced; move it away, or give "
          "this save another name");
   }
-  if (is_folder(link) || is_file(link)) {
-    fail("state", link,
-         " is there and is no link to a save; move it away, or save into another "
-         "directory");
+  if (best && name == kBest) {
+    fail("state", "a save cannot have the name '", name,
+         "' and be the best one, to which a link of that name leads; give it another name");
+  }
+  for (const auto* link_name : {kLatest, kBest}) {
+    const auto link = in(directory, link_name);
+    const bool is_made = link_name == kLatest || best;
+    if (is_made && is_there(link) && link_target(link).empty()) {
+      fail("state", link,
+           " is there and is no link to a save; move it away, or save into another "
+           "directory");
+    }
   }
 }
 
@@ -113,8 +123,17 @@ void clear_left_overs(const std::string& directory) {
   }
 }
 
+namespace {
+
+void link_in(const std::string& directory, const std::string& name, const char* link) {
+  link_to(name, in(directory, kNewLink));
+  rename_over(in(directory, kNewLink), in(directory, link));
+}
+
+}  // namespace
+
 void commit_folder(const std::string& directory, const std::string& temporary,
-                   const std::string& name, Manifest manifest) {
+                   const std::string& name, Manifest manifest, bool best) {
   std::set<std::string> known;
   for (const auto& file : manifest.files) known.insert(file.name);
   std::set<std::string> folders{temporary};
@@ -133,8 +152,9 @@ void commit_folder(const std::string& directory, const std::string& temporary,
   for (const auto& folder : folders) sync(folder);
   put_in_place(temporary, in(directory, name));
   sync(directory);
-  link_to(name, in(directory, kNewLatest));
-  rename_over(in(directory, kNewLatest), in(directory, kLatest));
+  // Before `latest`: a run that goes on from the save before makes this one again.
+  if (best) link_in(directory, name, kBest);
+  link_in(directory, name, kLatest);
   sync(directory);
   if (is_folder(temporary)) remove_tree(temporary);  // the save of that name before this one
 }
@@ -143,8 +163,10 @@ void rotate(const std::string& directory, const std::string& newest, std::int64_
             std::int64_t keep_every) {
   if (limit <= 0) return;
   std::vector<std::string> alike;
+  const auto best = link_target(in(directory, kBest));
   for (const auto& [made, updates, name] : saves_in(directory)) {
-    const bool stays = keep_every > 0 && updates > 0 && updates % keep_every == 0;
+    const bool nth = keep_every > 0 && updates > 0 && updates % keep_every == 0;
+    const bool stays = nth || name == best;
     if (!stays && name != newest && stem_of(name) == stem_of(newest)) alike.push_back(name);
   }
   const auto kept = static_cast<std::size_t>(limit - 1);

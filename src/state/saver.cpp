@@ -82,6 +82,7 @@ struct Saver::Job {
   std::string temporary;  // folder that becomes the save
   std::uint64_t buffers_digest = 0;
   std::int64_t total_limit = 0, keep_every = 0;
+  bool best = false;
   bool commits = true;     // else the folder goes when all of it is on the disk
   std::int64_t bytes = 0;  // of all ranks
   Manifest manifest;
@@ -139,6 +140,7 @@ std::shared_ptr<Saver::Job> Saver::new_job(const std::string& directory, const C
   check_name(job->name);
   job->total_limit = options.total_limit;
   job->keep_every = options.keep_every;
+  job->best = options.best;
   job->manifest = contents.manifest;
   job->manifest.written_by = POISE_VERSION;
   job->manifest.ranks = group_->size();
@@ -206,7 +208,7 @@ void Saver::begin(Job& job) {
     try {
       make_folders(job.directory);
       job.lock.emplace(job.directory);
-      check_place(job.directory, job.name);
+      check_place(job.directory, job.name, job.best);
       clear_left_overs(job.directory);
       job.temporary = in(job.directory, temporary_name(job.name, random_word()));
       make_folder(job.temporary);
@@ -302,7 +304,7 @@ std::int64_t Saver::commit(const Job& job, const std::vector<std::string>& shard
     bytes += file.bytes;
   }
   if (job.commits) {
-    commit_folder(job.directory, job.temporary, job.name, std::move(manifest));
+    commit_folder(job.directory, job.temporary, job.name, std::move(manifest), job.best);
     rotate(job.directory, job.name, job.total_limit, job.keep_every);
   }
   return static_cast<std::int64_t>(bytes);

@@ -39,6 +39,8 @@ std::string free_port() {
   return std::to_string(ntohs(address.sin_port));
 }
 
+constexpr int kLong = 150;  // micro-batches of a window that takes seconds
+
 class Ranks : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -192,7 +194,7 @@ TEST_F(Ranks, ResumeOnAnyNumberOfRanks) {
   }
 }
 
-// A signal that reaches one of two ranks: both end their window, save and end.
+// A signal that reaches one of two ranks: both save and end.
 TEST_F(Ranks, ASignalToOneSavesOnBoth) {
   const std::vector<std::string> settings{"zero.stage=2", "train.max_updates=100000",
                                           "state.save_every=90000"};
@@ -210,6 +212,42 @@ TEST_F(Ranks, ASignalToOneSavesOnBoth) {
     EXPECT_EQ(wait_for(process), 0) << log_of("asked", 0);
   }
   EXPECT_EQ(summary("asked")["losses"].size(), static_cast<std::size_t>(updates + 2));
+}
+
+// In the middle of a window that would take much longer: both drop it, and its samples and random
+// numbers come again.
+TEST_F(Ranks, ASignalInAWindowGivesItBackOnBoth) {
+  for (const int stage : {0, 3}) {
+    SCOPED_TRACE(stage);
+    const auto name = "given_back" + std::to_string(stage);
+    std::vector<std::string> settings{"zero.stage=" + std::to_string(stage),
+                                      "batch.global_batch_size=" + std::to_string(4 * kLong),
+                                      "model.dropout=0.2",
+                                      "train.max_updates=3",
+                                      "state.save_every=1000",
+                                      "schedule.total_updates=3",
+                                      "state.rehearse=false"};
+    for (const auto process : start(2, name + "whole", settings)) EXPECT_EQ(wait_for(process), 0);
+    const auto whole = summary(name + "whole")["losses"];
+
+    settings.push_back("state.resume=auto");
+    const auto processes = start(2, name, settings);
+    for (int i = 0; i < 3000 && log_of(name, 0).find("update 1/") == std::string::npos; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    const auto begin = Clock::now();
+    ::kill(processes[1], SIGTERM);
+    EXPECT_EQ(wait_for(processes[0]), 128 + SIGTERM) << log_of(name, 0);
+    EXPECT_EQ(wait_for(processes[1]), 128 + SIGTERM) << log_of(name, 1);
+    const std::chrono::duration<double> took = Clock::now() - begin;
+    EXPECT_THAT(log_of(name, 0), HasSubstr("saved after update 1 in ")) << took.count();
+    ASSERT_EQ(summary(name)["updates"], 1);
+
+    for (const auto process : start(2, name, settings)) {
+      EXPECT_EQ(wait_for(process), 0) << log_of(name, 0) << log_of(name, 1);
+    }
+    EXPECT_EQ(summary(name)["losses"], whole);
+  }
 }
 
 TEST_F(Ranks, AKilledRankEndsTheOther) {

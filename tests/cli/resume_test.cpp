@@ -5,11 +5,13 @@
 
 #include <atomic>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include "command.h"
 #include "poise/state.h"
+#include "state/files.h"
 #include "support/temp_folder.h"
 
 namespace poise::cli {
@@ -136,6 +138,48 @@ TEST_F(Resumed, KeepsTheNewestSaves) {
   EXPECT_THAT(saves[1], HasSubstr("update-00000013"));
 }
 
+// The one after the validation with the lowest loss stays, also where the run was resumed in
+// between.
+TEST_F(Resumed, KeepsTheBestSave) {
+  const std::vector<std::string> settings{"state.save_every=4", "state.save_total_limit=1",
+                                          "state.keep_best=true", "train.validate_every=1"};
+  const auto best_of = [&](const std::string& out) {
+    double lowest = std::numeric_limits<double>::infinity();
+    int update = 0;
+    for (const auto& line : lines(out)) {
+      if (!line.contains("eval_loss") || line["eval_loss"].get<double>() >= lowest) continue;
+      lowest = line["eval_loss"];
+      update = line["step"];
+    }
+    return "update-000000" + std::string(update < 10 ? "0" : "") + std::to_string(update);
+  };
+  bool was_overtaken = false;  // by a worse last one, somewhere
+  for (const auto* rate : {"3e-3", "0.5", "5"}) {
+    SCOPED_TRACE(rate);
+    auto with_rate = settings;
+    with_rate.push_back("optimizer.lr=" + std::string(rate));
+    const auto out = "best" + std::string(rate);
+    ASSERT_EQ(train(out, with_rate).code, 0);
+    const auto best = best_of(out);
+    EXPECT_EQ(state::link_target(*this / out + "/state/best"), best);
+    was_overtaken = was_overtaken || best != "update-00000013";
+    std::vector<std::string> kept{*this / out + "/state/update-00000013"};
+    if (best != "update-00000013") kept.insert(kept.begin(), *this / out + "/state/" + best);
+    EXPECT_EQ(state::list(*this / out + "/state"), kept);
+    state::verify(*this / out + "/state/best");
+
+    auto resumed = with_rate, begun = with_rate;
+    for (auto* both : {&resumed, &begun}) {
+      both->insert(both->end(), {"state.resume=auto", "schedule.total_updates=13"});
+    }
+    begun.push_back("train.max_updates=7");
+    ASSERT_EQ(train(out + "again", begun).code, 0);
+    ASSERT_EQ(train(out + "again", resumed).code, 0);
+    EXPECT_EQ(state::link_target(*this / out + "again/state/best"), best);
+  }
+  EXPECT_TRUE(was_overtaken);
+}
+
 // The open window is given back: its samples come again, its random numbers too.
 TEST_F(Resumed, AfterASignalToo) {
   ASSERT_EQ(train("whole", {"train.max_updates=40"}).code, 0);
@@ -173,6 +217,7 @@ TEST_F(Resumed, RefusesWhatDoesNotFit) {
       {{"state.resume=auto", "model.layers=3"}, "it has no parameter 'blocks.2."},
       {{"state.resume=auto", "optimizer.type=sgd"}, "was saved with the optimizer adamw"},
       {{"state.save_total_limit=2"}, "is only for state.save_every above 0"},
+      {{"state.keep_best=true"}, "is only for state.save_every above 0"},
   };
   for (const auto& [settings, says] : cases) {
     const auto outcome = train("out", settings);

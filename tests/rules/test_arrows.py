@@ -60,7 +60,8 @@ BASE = {
     "memory_accounts.h",
     "version.h",
 }
-FURTHER_DOORS = {"stream.h": "core", "model_files.h": "state"}  # rooms with two doors
+# Rooms with two doors.
+FURTHER_DOORS = {"stream.h": "core", "model_files.h": "state", "window_dropped.h": "engine"}
 TORCH_FREE = ("base", "config", "kernels", "plan")
 TORCH = ("ATen/", "torch/", "c10/", "caffe2/")
 

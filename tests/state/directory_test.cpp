@@ -104,6 +104,32 @@ TEST(Directory, KeepsEveryNthBesides) {
                                       "update-00000006", "update-00000007"}));
 }
 
+TEST(Directory, KeepsTheBestBesides) {
+  const TempFolder folder;
+  Trained run;
+  const auto save = [&](bool best) {
+    run.engine.save(folder.path(), {.total_limit = 2, .best = best});
+    run.step();
+  };
+  for (int i = 0; i < 5; ++i) save(i == 1);
+  EXPECT_EQ(state::names_in(folder.path()),
+            (std::vector<std::string>{".lock", "best", "latest", "update-00000001",
+                                      "update-00000003", "update-00000004"}));
+  EXPECT_EQ(state::link_target(folder / "best"), "update-00000001");
+  // The links are no saves of their own.
+  EXPECT_EQ(state::list(folder.path()).size(), 3u);
+  Trained other;
+  other.engine.load(folder / "best");
+  EXPECT_EQ(other.engine.updates(), 1);
+  // A better one takes its place, and the old one goes as others do.
+  save(true);
+  EXPECT_EQ(state::link_target(folder / "best"), "update-00000005");
+  save(false);
+  EXPECT_EQ(state::names_in(folder.path()),
+            (std::vector<std::string>{".lock", "best", "latest", "update-00000004",
+                                      "update-00000005", "update-00000006"}));
+}
+
 // A newest save that says fewer updates (the run was begun anew) is still the one that stays.
 TEST(Directory, NeverRemovesWhatItHasJustMade) {
   const TempFolder folder;
@@ -162,6 +188,17 @@ TEST(Directory, LeavesAloneWhatIsNoSave) {
     const TempFolder folder;
     state::make_folder(folder / "latest");
     refused(folder, "latest is there and is no link");
+  }
+  {
+    const TempFolder folder;
+    run.engine.save(folder.path(), {.name = "best"});
+    const auto message = message_of([&] { run.engine.save(folder.path(), {.best = true}); });
+    EXPECT_NE(message.find("best is there and is no link"), std::string::npos) << message;
+    EXPECT_NE(message_of([&] {
+                run.engine.save(folder.path(), {.name = "best", .best = true});
+              }).find("cannot have the name 'best' and be the best one"),
+              std::string::npos);
+    run.engine.save(folder.path(), {.name = "another"});
   }
 }
 

@@ -1,0 +1,101 @@
+// A loss that drops the window on some ranks, at different micro-batches: all ranks drop it,
+// nothing has changed, and the training goes on as if the window had been run once.
+#include <gtest/gtest.h>
+
+#include "poise/window_dropped.h"
+#include "zero/training.h"
+
+namespace poise {
+namespace {
+
+struct Ended {
+  std::vector<test::Values> parameters;  // by rank
+  std::vector<int> dropped;
+};
+
+// Which micro-batch of an update's first try a rank drops the window before; none: it does not.
+using When = std::function<std::optional<int>(int update, int rank)>;
+
+Ended train(const Config& config, int ranks, const When& when) {
+  constexpr int kUpdates = 6, kMicroBatches = 4;
+  Ended ended;
+  ended.parameters.resize(static_cast<std::size_t>(ranks));
+  ended.dropped.resize(static_cast<std::size_t>(ranks));
+  testing::on_ranks(
+      ranks,
+      [&](std::shared_ptr<comm::Group> group) {
+        at::set_num_threads(1);
+        const auto rank = static_cast<std::size_t>(group->rank());
+        test::GridModel model;
+        Engine engine(model.view(), config, group);
+        model.bind(engine);
+        for (int update = 0; update < kUpdates; ++update) {
+          std::vector<at::Tensor> window;
+          for (int i = 0; i < kMicroBatches; ++i) {
+            const auto number = kMicroBatches * (ranks * update + group->rank()) + i;
+            window.push_back(test::make_tokens(3, static_cast<std::uint64_t>(number)));
+          }
+          const auto run = [&](std::optional<int> drops) {
+            int micro_batch = 0;
+            return engine.step(window, [&](const at::Tensor& batch) {
+              if (drops == micro_batch++) throw WindowDropped();
+              return Loss::sum(model.loss_sum(batch), test::counted(batch));
+            });
+          };
+          try {
+            run(when(update, group->rank()));
+          } catch (const WindowDropped&) {
+            ++ended.dropped[rank];
+            EXPECT_EQ(engine.micro_batches(), 0);
+            run(std::nullopt);
+          }
+          EXPECT_EQ(engine.updates(), update + 1);
+        }
+        ended.parameters[rank] = test::values_of(engine, model);
+      },
+      {.timeout = std::chrono::seconds(30)});
+  return ended;
+}
+
+class DroppedWindow : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Stages, DroppedWindow, ::testing::Values(0, 1, 2, 3));
+
+TEST_P(DroppedWindow, IsDroppedOnAllRanks) {
+  Config config;
+  config.optimizer = test::adamw();
+  config.zero.stage = GetParam();
+  const auto whole = train(config, 3, [](int, int) { return std::nullopt; });
+  EXPECT_EQ(whole.dropped, (std::vector<int>{0, 0, 0}));
+  const When cases[] = {
+      // One rank, before each of its micro-batches.
+      [](int update, int rank) -> std::optional<int> {
+        if (update < 4 && rank == update % 3) return update;
+        return std::nullopt;
+      },
+      // All of them, at different ones.
+      [](int update, int rank) -> std::optional<int> {
+        if (update >= 4) return std::nullopt;
+        return (update + 2 * rank) % 4;
+      },
+  };
+  for (const auto& when : cases) {
+    const auto ended = train(config, 3, when);
+    EXPECT_EQ(ended.dropped, (std::vector<int>{4, 4, 4}));
+    for (std::size_t rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(test::first_difference(ended.parameters[rank], whole.parameters[rank]), "");
+    }
+  }
+}
+
+TEST(DroppedWindowOfOneRank, KeepsItsType) {
+  test::GridModel model;
+  Config config;
+  config.optimizer = test::adamw();
+  Engine engine(model.view(), config);
+  model.bind(engine);
+  EXPECT_THROW(engine.step(2, [](std::size_t) -> Loss { throw WindowDropped(); }), WindowDropped);
+  EXPECT_EQ(engine.micro_batches(), 0);
+}
+
+}  // namespace
+}  // namespace poise
