@@ -53,6 +53,7 @@ struct Flat {
   std::string name;
   std::int64_t elements = 0;  // each tensor padded to 256
   std::int64_t frozen = 0;    // beside them, without states and gradients
+  std::int64_t factored = 0;  // rows and columns of its matrices, elements of its vectors
 };
 
 enum class Recompute : std::uint8_t { none, whole, selective };
@@ -64,6 +65,8 @@ struct Pass {
   std::int64_t forward_peak = 0;
   std::int64_t backward_peak = 0;  // a second forward included
   double again_flops = 0;          // of the second forward
+  double sent = 0;           // of what it saves: leaves in forward and comes back for backward
+  std::int64_t leaving = 0;  // of that: still here until something else leaves
 };
 
 // One step of the forward, at one micro-batch: an embedding, a block, a head. Backward goes through
@@ -73,6 +76,7 @@ struct Link {
   int flat = -1;       // whose parameters it needs; -1: those of the rest only
   bool block = false;  // may be recomputed
   std::array<Pass, 3> passes;
+  std::array<Pass, 3> away;        // the same where what it saves lies on the host or in a file
   double flops = 0;                // of its forward
   double moved = 0;                // bytes its forward reads and writes, where they were traced
   std::int64_t held_gradient = 0;  // of a tied matrix: waits from its backward to the end
@@ -115,6 +119,7 @@ struct Choice {
   std::int64_t micro_batch = 1;
   std::int64_t accumulation = 1;
   int ranks = 1;
+  int shard_ranks = 0;  // of a group that shards, replicated by the other groups; 0: all ranks
   int stage = 0;
   bool reduces_every = false;  // gradients are joined in every micro-batch
   bool keep_gathered = false;
@@ -122,15 +127,20 @@ struct Choice {
   config::DType gradient_dtype = config::DType::fp32;  // on the wire
   std::int64_t loss_chunk_tokens = 0;
   Recompute recompute = Recompute::none;
-  std::vector<bool> recomputed;   // by block
-  config::OffloadPolicy offload;  // activations stay
+  std::vector<bool> recomputed;  // by block
+  config::OffloadPolicy offload;
+  // Where activations are offloaded: whose, by block; empty: all that forward saves.
+  std::vector<bool> activations_of;
 };
+// Ranks of a group that shards.
+POISE_API int shard_ranks(const Choice& choice);
 
 // Bytes per element, by what it is.
 struct Widths {
   int parameter = 4;
-  int master = 0;      // 0: the parameters are their own
-  double moments = 8;  // of blocks of elements: a fraction
+  int master = 0;         // 0: the parameters are their own
+  double moments = 8;     // of blocks of elements: a fraction
+  bool factored = false;  // besides, fp32 rows and columns, whole on every rank (Adafactor)
   int accumulator = 4;
   int wire = 4;
 };
@@ -208,8 +218,9 @@ POISE_API Machine read_machine(const std::string& text);
 struct Traffic {
   double gathers = 0;  // parameters
   double reduces = 0;  // gradients
+  double across = 0;   // sums of gradients, to the replicas of the shard
 };
-// A ring: (W-1)/W of what is moved.
+// A ring: (W-1)/W of what is moved, W: ranks of a group that shards.
 POISE_API Traffic traffic(std::int64_t elements, const Choice& choice, const Widths& widths);
 
 struct Time {
@@ -237,7 +248,10 @@ struct Job {
   std::int64_t micro_batch = 0;  // 0: searched
   int threads = 1;               // of CPU operators
   std::vector<int> stages;       // allowed; empty: all
-  std::vector<config::OffloadPolicy> offloads{{}};  // allowed; activations stay
+  // Ranks of a group that shards: allowed; empty: all ranks, and those of a node.
+  std::vector<int> shard_ranks;
+  std::vector<config::OffloadPolicy> offloads{{}};  // allowed
+  std::vector<bool> activations_of;                 // as in Choice
   std::optional<Widths> widths;                     // instead of those of precision and optimizer
   std::int64_t extra_states = 0;  // bytes held beside those of the model: adapters
   // Fixed instead of searched: which blocks are recomputed; tokens of a chunk of logits.
@@ -247,6 +261,10 @@ struct Job {
   bool searches_chunk = true;
   std::int64_t loss_chunk_tokens = 0;
 };
+
+// Whether states, gradients and parameters may leave the device: not where the optimizer needs sums
+// over whole parameters first (adafactor, lamb, lars).
+POISE_API bool may_offload(const config::OptimizerPolicy& optimizer);
 
 // What a choice of the job runs.
 POISE_API Chain chain(const Job& job, const Choice& choice);

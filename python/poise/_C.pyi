@@ -423,6 +423,7 @@ class PlanLink:
         recomputed: collections.abc.Sequence[typing.SupportsInt],
         flops: typing.SupportsFloat,
         moved: typing.SupportsFloat,
+        away: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt]] = [],
     ) -> None: ...
     @property
     def flops(self) -> float: ...
@@ -435,7 +436,9 @@ class PlanTraced:
     """
     def __init__(
         self,
-        flats: collections.abc.Sequence[tuple[str, typing.SupportsInt, typing.SupportsInt]],
+        flats: collections.abc.Sequence[
+            tuple[str, typing.SupportsInt, typing.SupportsInt, typing.SupportsInt]
+        ],
         rest: typing.SupportsInt,
         micro_batches: collections.abc.Sequence[typing.SupportsInt],
         links: collections.abc.Sequence[collections.abc.Sequence[PlanLink]],
@@ -473,6 +476,8 @@ class PlanFound:
     def seconds(self) -> dict[str, float]: ...
     @property
     def selective(self) -> bool: ...
+    @property
+    def shard_ranks(self) -> int: ...
     @property
     def stage(self) -> int: ...
 
@@ -524,7 +529,9 @@ class PlanJob:
     def may_offload(
         self, arg0: collections.abc.Sequence[collections.abc.Sequence[str]]
     ) -> None: ...
-    def optimize_with(self, arg0: str, arg1: typing.SupportsFloat) -> None: ...
+    def optimize_with(
+        self, type: str, momentum: typing.SupportsFloat = 0.0, moments: str = "fp32"
+    ) -> None: ...
     def run_on(
         self,
         arg0: str,
@@ -551,6 +558,10 @@ class PlanJob:
     def sequence(self) -> int: ...
     @sequence.setter
     def sequence(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def shard_ranks(self) -> list[int]: ...
+    @shard_ranks.setter
+    def shard_ranks(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None: ...
     @property
     def stages(self) -> list[int]: ...
     @stages.setter

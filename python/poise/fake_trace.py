@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from poise import model_view
 from poise._C import Error
+from poise.fake_offload import Offload
 from poise.trace import Link, Marks
 
 LossOf = Callable[[Any], torch.Tensor]
@@ -45,12 +46,14 @@ class Traced:
       links: their bytes.
       flops: of their forwards.
       moved: bytes that their forwards read and write.
+      sent: bytes of what they save that leave, where activations are offloaded.
     """
 
     names: list[str]
     links: list[Link]
     flops: list[float]
     moved: list[float]
+    sent: list[float]
 
 
 def trace(
@@ -62,6 +65,7 @@ def trace(
     recomputed: bool,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    away: bool = False,
 ) -> Traced:
     """Traces one forward and backward.
 
@@ -73,6 +77,7 @@ def trace(
       recomputed: whether the blocks recompute their activations in backward.
       dtype: of floating parameters and inputs; None: their own.
       autocast: dtype of an autocast around forward; None: none.
+      away: whether what forward saves lies elsewhere until backward (poise.fake_offload).
 
     Raises:
       Untraceable: where the model looks at values, or an operation has no fake form.
@@ -81,10 +86,10 @@ def trace(
     again = modules if recomputed else []
     made = None
     if len(modules) > 1:
-        made = _trace(model, loss_of, batch, modules, again, dtype, autocast)
+        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away)
     if made is None:  # the blocks did not run one after the other
         modules = []
-        made = _trace(model, loss_of, batch, [], again, dtype, autocast)
+        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away)
     assert made is not None
     marks, counted = made
     names = (
@@ -96,6 +101,7 @@ def trace(
         marks,
         [after.flops - before.flops for before, after in steps],
         [after.moved - before.moved for before, after in steps],
+        [after.sent - before.sent for before, after in steps],
     )
 
 
@@ -103,6 +109,7 @@ def trace(
 class _Count:
     flops: float
     moved: float
+    sent: float
 
 
 def _trace(
@@ -113,10 +120,11 @@ def _trace(
     again: list[nn.Module],
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
+    away: bool,
 ) -> tuple[list[Link], list[_Count]] | None:
     whole = _Whole(model, loss_of, autocast)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = _Counter()
+    counter = Counter()
     was_training = model.training
     model.train()
     try:
@@ -137,6 +145,9 @@ def _trace(
             stack.enter_context(mode)
             stack.enter_context(counter)
             stack.enter_context(marks.hooks())
+            if away:
+                counter.offload = Offload(counter.is_known)
+                stack.enter_context(counter.offload.hooks())
             torch.func.functional_call(whole, state, (inputs, marks))
     except Exception as error:
         raise Untraceable(
@@ -228,24 +239,31 @@ def _unpacked_positions() -> Iterator[None]:
         masks.find_packed_sequence_indices = find
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
     """Bytes of living storages, FLOPs, and bytes read and written; a meter for poise.trace.Marks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known = WeakIdKeyDictionary()
+        self._known, self._before = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._now = self._peak = 0
         self._flops = self._moved = 0.0
+        self.offload: Offload | None = None
         self.at_reads: list[_Count] = []
 
     def known(self, tensor: torch.Tensor) -> None:
         """It was there before: not counted."""
         self._known[tensor.untyped_storage()] = True
+        self._before[tensor.untyped_storage()] = True
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether it was there before: parameters, buffers and inputs stay."""
+        return tensor.untyped_storage() in self._before
 
     def read(self) -> tuple[int, int]:
         now, peak = self._now, self._peak
         self._peak = now
-        self.at_reads.append(_Count(self._flops, self._moved))
+        sent = self.offload.sent if self.offload is not None else 0
+        self.at_reads.append(_Count(self._flops, self._moved, sent))
         return now, peak
 
     def __torch_dispatch__(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from poise import imported, planning, run_data
+from poise import imported, planning, run_data, traced_model
 from poise._C import Error, format_bytes
 from poise.config import settings_of
 from poise.loss import Loss
@@ -38,6 +38,7 @@ def arguments_of(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--memory")
     parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--shard-ranks", type=int)
     parser.add_argument("--price", type=float, default=0)
     parser.add_argument("--utilisation", type=float, default=1)
     parser.add_argument("--levers", action="store_true")
@@ -65,7 +66,8 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
     batch["micro_batch_size"] = 1
     data = run_data.of_run(made, settings, 1, file.given)
     call = ModelCall(made.model, shift_labels=data.shift_labels)
-    offload = {settings["offload"][kind] for kind in ("optimizer", "gradients", "parameters")}
+    kinds = ("optimizer", "gradients", "parameters", "activations")
+    offload = {settings["offload"][kind] for kind in kinds}
     if offload != {"none"}:
         raise Error(
             "[plan] the run offloads, which is not planned for a model of Python; call "
@@ -79,9 +81,12 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
         gpus=options.gpus,
         ranks_per_node=options.per_node,
         memory_budget=options.memory or settings["memory"]["budget_bytes"] or None,
-        precision=_precision(precision["dtype"], precision["parameters"]),
+        precision=traced_model.precision_of(precision),
         optimizer=settings["optimizer"]["type"],
         momentum=settings["optimizer"]["momentum"],
+        moments=settings["optimizer"]["moments"],
+        stages=[settings["zero"]["stage"]] if settings["zero"]["stage"] else [],
+        shard_ranks=options.shard_ranks,
         micro_batch_size=options.micro_batch,
         gpu_hour=options.price,
         utilisation=options.utilisation,
@@ -90,12 +95,6 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
 
 def _scalar(loss: Loss) -> torch.Tensor:
     return loss.value.sum() if loss.kind == "per_token" else loss.value
-
-
-def _precision(dtype: str, parameters: str) -> str:
-    if dtype == "fp32":
-        return "fp32"
-    return "bf16-autocast" if parameters == "fp32" else "bf16"  # fp16 holds as many bytes
 
 
 def _row(plan: Plan, mark: str) -> str:

@@ -7,38 +7,31 @@ a known one is described by its name. The search and the formulas are those of `
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from poise import _C, fake_trace, model_view, trace
-from poise._C import Error, PlanJob, PlanLink, PlanTraced, format_bytes, parse_bytes
-from poise.fake_trace import Traced
+from poise import _C, fake_trace, model_view, traced_model
+from poise._C import Error, PlanJob, format_bytes, parse_bytes
+from poise.traced_model import PRECISIONS
 
-logger = logging.getLogger("poise")
+_PLACES = ("none", "host", "file")
 
-ALIGNMENT = 256  # elements that a parameter's place is a multiple of
-_PRECISIONS = {  # name: dtype of forward, of parameters
-    "fp32": ("fp32", "fp32"),
-    "bf16": ("bf16", "bf16"),
-    "bf16-autocast": ("bf16", "fp32"),
-}
-_OFFLOADS = {  # optimizer, gradients, parameters
-    "host": (["none"] * 3, ["host", "none", "none"], ["host", "host", "none"], ["host"] * 3),
-    "file": (
+
+def _offloads(place: str) -> list[list[str]]:
+    """Where optimizer states, gradients, parameters and activations may lie, each on top of those before;
+    activations with any of them."""
+    states = [
         ["none"] * 3,
-        ["file", "none", "none"],
-        ["file", "host", "none"],
-        ["file", "host", "file"],
-    ),
-}
+        [place, "none", "none"],
+        [place, "host", "none"],
+        [place, "host", place],
+    ]
+    return [[*there, kept] for there in states for kept in ("none", place)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +41,11 @@ class Plan:
     Attributes:
       micro_batch, accumulation, ranks: samples of a forward, micro-batches of an update, ranks.
       stage, keep_gathered: of ZeRO.
+      shard_ranks: ranks of a group that shards, replicated by the other groups (poise.comm.hybrid).
       recomputed: names of the blocks that recompute their activations.
       selective: whether those keep what matrix products and attention made.
       loss_chunk_tokens: tokens of a chunk of logits; 0: whole.
-      offload: where optimizer states, gradients and parameters lie: none, host, file.
+      offload: where optimizer states, gradients, parameters and activations lie: none, host, file.
       peak_bytes: highest of an update, or while the engine is built.
       peak_moment: of the update, for example "backward of blocks.3".
       held, at_peak: bytes by account between updates, and at the peak of an update.
@@ -62,6 +56,7 @@ class Plan:
     micro_batch: int
     accumulation: int
     ranks: int
+    shard_ranks: int
     stage: int
     keep_gathered: bool
     recomputed: list[str]
@@ -175,8 +170,10 @@ def plan(
     precision: str = "fp32",
     optimizer: str = "adamw",
     momentum: float = 0.0,
+    moments: str = "fp32",
     units: model_view.UnitChoice = None,
     stages: Sequence[int] = (),
+    shard_ranks: int | None = None,
     offload: str | None = None,
     micro_batch_size: int | None = None,
     separable_loss: bool | None = None,
@@ -197,10 +194,13 @@ def plan(
       node_link, network: GB/s between devices of a node and of each to other nodes; 0: the device's.
       memory_budget: bytes of each rank, or a text such as "20GiB"; None: the device's memory.
       precision: fp32, bf16 (16-bit parameters, fp32 masters) or bf16-autocast.
-      optimizer: adamw, adam or sgd; `momentum` is sgd's.
+      optimizer: as in the configuration (docs/config.md); `momentum` is sgd's, `moments` (fp32, bf16,
+        8bit) adam's and adamw's.
       units: as for Engine: what is recomputed and gathered as one.
       stages: of ZeRO that may be chosen; empty: all.
-      offload: "host" or "file": states, gradients and parameters may lie there.
+      shard_ranks: ranks of a group that shards, replicated by the other groups; None: all ranks, or
+        those of a node.
+      offload: "host" or "file": states, gradients, parameters and activations may lie there.
       micro_batch_size: fixed instead of searched.
       separable_loss: whether the loss may be split over micro-batches; None: unless the model has
         BatchNorm layers, whose micro-batch stays that of the sample.
@@ -214,22 +214,23 @@ def plan(
       Error: for a batch that cannot be split over the ranks (with the nearest that can), an unknown
         device or model (with the known ones), a precision or place that is none.
     """
-    if precision not in _PRECISIONS:
-        raise Error(f"[plan] unknown precision {precision!r}; use one of {', '.join(_PRECISIONS)}")
-    if offload is not None and offload not in _OFFLOADS:
+    if precision not in PRECISIONS:
+        raise Error(f"[plan] unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
+    if offload is not None and offload not in _PLACES[1:]:
         raise Error(f"[plan] unknown place to offload to: {offload!r}; use host or file")
     job = PlanJob()
     job.run_on(gpus, ranks_per_node, node_link * 1e9, network * 1e9)
-    job.compute_in(*_PRECISIONS[precision])
-    job.optimize_with(optimizer, momentum)
+    job.compute_in(*PRECISIONS[precision])
+    job.optimize_with(optimizer, momentum, moments)
     job.global_batch = global_batch_size
     job.stages = list(stages)
+    job.shard_ranks = [] if shard_ranks is None else [shard_ranks]
     job.micro_batch = micro_batch_size or 0
     job.threads = torch.get_num_threads()
     if memory_budget is not None:
         job.budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if offload is not None:
-        job.may_offload(_OFFLOADS[offload])
+        job.may_offload(_offloads(offload))
     notes: list[str] = []
     if isinstance(model, str):
         if not isinstance(sample, int) or sample < 1:
@@ -241,10 +242,15 @@ def plan(
         return _answer(job, [], "a description", notes, gpu_hour, utilisation)
     blocks = fake_trace.blocks_of(model, units)
     mine = max(1, global_batch_size // job.ranks)
-    if job.micro_batch == 0 and not _may_split(model, separable_loss):
-        job.micro_batch = _kept_micro_batch(mine, _rows(sample), notes)
-    sizes = _sizes(mine, job.micro_batch or None)
-    traced, how = _traced(model, sample, loss_fn, blocks, precision, sizes, notes)
+    if job.micro_batch == 0 and not traced_model.may_split(model, separable_loss):
+        rows = traced_model.rows_of(sample)
+        job.micro_batch = traced_model.kept_micro_batch(mine, rows, notes)
+    sizes = traced_model.sizes_of(mine, job.micro_batch or None)
+    traced, how = traced_model.traced(
+        model, sample, loss_fn, blocks, precision, sizes, notes, away=offload is not None
+    )
+    if offload is not None and how != "fake tensors":
+        job.may_offload([there for there in _offloads(offload) if there[3] == "none"])
     job.trace(type(model).__name__, traced)
     job.sequence = 1  # of the batch's samples
     names = [name for name, _ in blocks]
@@ -291,6 +297,7 @@ def _plan(found: _C.PlanFound, units: list[str]) -> Plan:
         found.micro_batch,
         found.accumulation,
         found.ranks,
+        found.shard_ranks,
         found.stage,
         found.keep_gathered,
         [name for name, flag in zip(names, flags, strict=False) if flag],
@@ -305,205 +312,3 @@ def _plan(found: _C.PlanFound, units: list[str]) -> Plan:
         settings,
         found,
     )
-
-
-def _traced(
-    model: nn.Module,
-    sample: Any,
-    loss_fn: Callable[[Any], torch.Tensor] | None,
-    blocks: list[tuple[str, nn.Module]],
-    precision: str,
-    sizes: list[int],
-    notes: list[str],
-) -> tuple[PlanTraced, str]:
-    """The model at so many samples."""
-    loss_of = loss_fn or _loss_of(model)
-    runs: dict[tuple[int, bool], Traced] = {}
-    how = "fake tensors"
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    autocast = torch.bfloat16 if precision == "bf16-autocast" else None
-    try:
-        for size in sizes:
-            for recomputed in (False, True):
-                runs[size, recomputed] = fake_trace.trace(
-                    model,
-                    loss_of,
-                    _resized(sample, size),
-                    blocks=blocks,
-                    recomputed=recomputed,
-                    dtype=dtype,
-                    autocast=autocast,
-                )
-    except fake_trace.Untraceable as error:
-        how = "a measured micro-batch"
-        notes.append(f"{error}; a copy of it was run on real samples instead")
-        logger.warning("%s", notes[-1])
-        sizes = sizes[:2]
-        runs = _measured(model, sample, loss_fn, units_of(blocks), precision, sizes)
-    flats, rest, places = _flats(model, blocks)
-    names = runs[sizes[0], False].names
-    links = [
-        [
-            _link(runs[size, False], runs[size, True], i, places, is_block=len(names) > 1)
-            for i in range(len(names))
-        ]
-        for size in sizes
-    ]
-    return PlanTraced(flats, rest, sizes, links), how
-
-
-def _sizes(most: int, fixed: int | None) -> list[int]:
-    """Micro-batches to trace: peaks bend where activations outgrow gradients of weights."""
-    if fixed is not None:
-        return [fixed]
-    return sorted({size for size in (1, 2, 4, 16, 64) if size < most} | {most})
-
-
-def units_of(blocks: list[tuple[str, nn.Module]]) -> list[str]:
-    """Names of the blocks, as Engine's `units` takes them."""
-    return [name for name, _ in blocks]
-
-
-def _link(
-    kept: Traced, again: Traced, i: int, places: dict[str, int], *, is_block: bool
-) -> PlanLink:
-    name = kept.names[i]
-    inside = is_block and 0 < i < len(kept.names) - 1
-    # A model seen as one link recomputes all of its blocks or none.
-    block = inside or (not is_block and bool(places))
-    return PlanLink(
-        name,
-        places.get(name, -1),
-        block,
-        _bytes(kept.links[i]),
-        _bytes((again if block else kept).links[i]),
-        kept.flops[i],
-        kept.moved[i],
-    )
-
-
-def _bytes(link: trace.Link) -> list[int]:
-    return [link.saved, link.forward_peak, link.backward_peak]
-
-
-def _flats(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]]
-) -> tuple[list[tuple[str, int, int]], int, dict[str, int]]:
-    """(name, elements that train, frozen ones) of each block and of the rest; places by name."""
-    seen: set[int] = set()
-    flats: list[tuple[str, int, int]] = []
-    places = {}
-
-    def add(name: str, parameters: Any) -> None:
-        sizes = [0, 0]
-        for parameter in parameters:
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            sizes[not parameter.requires_grad] += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        flats.append((name, *sizes))
-
-    for name, module in blocks:
-        places[name] = len(flats)
-        add(name, module.parameters())
-    add("rest", model.parameters())
-    return flats, len(flats) - 1, places
-
-
-def _loss_of(model: nn.Module) -> Callable[[Any], torch.Tensor]:
-    def loss(batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("loss")
-        if found is None:
-            found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        return found.float().mean()
-
-    return loss
-
-
-def _rows(sample: Any) -> int:
-    for leaf in tree_leaves(sample):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise Error("[plan] the sample holds no tensor with samples; give a batch of the data")
-
-
-def _resized(sample: Any, size: int) -> Any:
-    """As many samples, of the meta device: shapes and types alone."""
-    rows = _rows(sample)
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = list(leaf.shape)
-        if shape and shape[0] == rows:
-            shape[0] = size
-        return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-    return tree_map(resize, sample)
-
-
-def _may_split(model: nn.Module, separable: bool | None) -> bool:
-    if separable is not None:
-        return separable
-    return not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
-def _kept_micro_batch(mine: int, rows: int, notes: list[str]) -> int:
-    size = max(n for n in range(1, min(rows, mine) + 1) if mine % n == 0)
-    notes.append(
-        f"the model has BatchNorm layers, which see one micro-batch: it stays {size}, that of the "
-        "sample; separable_loss=True releases it"
-    )
-    return size
-
-
-def _measured(
-    model: nn.Module,
-    sample: Any,
-    loss_fn: Callable[[Any], torch.Tensor] | None,
-    units: list[str],
-    precision: str,
-    sizes: list[int],
-) -> dict[tuple[int, bool], Traced]:
-    """Real micro-batches of a copy of the model, with all blocks recomputed and with none."""
-    from poise.engine import Engine
-
-    if loss_fn is not None:
-        raise Error(
-            "[plan] the model cannot run without data and a loss_fn of its own cannot be given a "
-            "copy of it; give a model that returns its loss, or plan with poise.Trainer, which "
-            "measures the model itself"
-        )
-    copied = copy.deepcopy(model)
-    dtype, parameters = _PRECISIONS[precision]
-    engine = Engine(copied, {"precision": {"dtype": dtype, "parameters": parameters}}, units=units)
-    loss_of = _loss_of(copied)
-    rows, runs = _rows(sample), {}
-    names = ["the embedding", *units, "the head"]
-    flops = 2.0 * sum(p.numel() for p in model.parameters())
-    for size in sizes:
-        batch = tree_map(
-            lambda leaf, size=size: (
-                leaf[[i % rows for i in range(size)]]
-                if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-                else leaf
-            ),
-            sample,
-        )
-        for recomputed in (False, True):
-            policy = {"policy": "first_m", "n": len(units)} if recomputed and units else None
-            engine.set_checkpointing(policy or {"policy": "none"})
-            found = trace.measure(engine, batch, lambda b: (loss_of(b), 1))
-            links = found.links
-            shown = names if len(links) == len(names) else ["the model"]
-            each = [size * flops / len(links)] * len(links)
-            runs[size, recomputed] = Traced(shown, links, each, [0.0] * len(links))
-    return runs

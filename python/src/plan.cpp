@@ -45,23 +45,33 @@ config::DType dtype_of(const std::string& name) {
   fail("plan", "unknown dtype: \"", name, "\"; use fp32, bf16 or fp16");
 }
 
-Pass pass_of(const std::vector<std::int64_t>& bytes, double again_flops) {
-  POISE_CHECK(bytes.size() == 3, bytes.size());
+using Bytes = std::vector<std::int64_t>;
+
+Pass pass_of(const Bytes& bytes, double again_flops) {
+  POISE_CHECK(bytes.size() == 3 || bytes.size() == 4, bytes.size());
   return {.saved = bytes[0],
           .forward_peak = bytes[1],
           .backward_peak = bytes[2],
-          .again_flops = again_flops};
+          .again_flops = again_flops,
+          .sent = bytes.size() == 4 ? static_cast<double>(bytes[3]) : 0};
 }
 
-// `kept`, `recomputed`: saved, peak of forward, peak of backward.
-Link link_of(const std::string& name, int flat, bool block, const std::vector<std::int64_t>& kept,
-             const std::vector<std::int64_t>& recomputed, double flops, double moved) {
+// `kept`, `recomputed`: saved, peak of forward, peak of backward. `away`, empty or the same two
+// where what is saved is offloaded: and what leaves.
+Link link_of(const std::string& name, int flat, bool block, const Bytes& kept,
+             const Bytes& recomputed, double flops, double moved, const std::vector<Bytes>& away) {
+  constexpr auto whole = static_cast<std::size_t>(plan::Recompute::whole);
   Link link;
   link.name = name;
   link.flat = flat;
   link.block = block;
   link.passes.fill(pass_of(kept, 0));
-  link.passes[static_cast<std::size_t>(plan::Recompute::whole)] = pass_of(recomputed, flops);
+  link.passes[whole] = pass_of(recomputed, flops);
+  if (!away.empty()) {
+    POISE_CHECK(away.size() == 2, away.size());
+    link.away.fill(pass_of(away[0], 0));
+    link.away[whole] = pass_of(away[1], flops);
+  }
   link.flops = flops;
   link.moved = moved;
   return link;
@@ -76,17 +86,19 @@ plan::Machine machine_of(const std::string& gpus, int ranks_per_node) {
 void bind_chain(py::module_& module) {
   py::class_<Link>(module, "PlanLink", "One step of a model's forward: embedding, block or head.")
       .def(py::init(&link_of), py::arg("name"), py::arg("flat"), py::arg("block"), py::arg("kept"),
-           py::arg("recomputed"), py::arg("flops"), py::arg("moved"))
+           py::arg("recomputed"), py::arg("flops"), py::arg("moved"),
+           py::arg("away") = std::vector<Bytes>())
       .def_readonly("name", &Link::name)
       .def_readonly("flops", &Link::flops);
   py::class_<plan::Traced>(module, "PlanTraced", "A model's chain at several micro-batches.")
       .def(
-          py::init([](const std::vector<std::tuple<std::string, std::int64_t, std::int64_t>>& flats,
+          py::init([](const std::vector<
+                          std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>>& flats,
                       int rest, std::vector<std::int64_t> micro_batches,
                       std::vector<std::vector<Link>> links) {
             plan::Chain chain;
-            for (const auto& [name, elements, frozen] : flats) {
-              chain.flats.push_back({name, elements, frozen});
+            for (const auto& [name, elements, frozen, factored] : flats) {
+              chain.flats.push_back({name, elements, frozen, factored});
             }
             chain.rest = rest;
             plan::Traced traced;
@@ -107,6 +119,8 @@ void bind_plans(py::module_& module) {
       .def_property_readonly("accumulation",
                              [](const plan::Plan& p) { return p.choice.accumulation; })
       .def_property_readonly("ranks", [](const plan::Plan& p) { return p.choice.ranks; })
+      .def_property_readonly("shard_ranks",
+                             [](const plan::Plan& p) { return plan::shard_ranks(p.choice); })
       .def_property_readonly("stage", [](const plan::Plan& p) { return p.choice.stage; })
       .def_property_readonly("keep_gathered",
                              [](const plan::Plan& p) { return p.choice.keep_gathered; })
@@ -122,7 +136,8 @@ void bind_plans(py::module_& module) {
                                return std::map<std::string, std::string>{
                                    {"optimizer", name_of(o.optimizer)},
                                    {"gradients", name_of(o.gradients)},
-                                   {"parameters", name_of(o.parameters)}};
+                                   {"parameters", name_of(o.parameters)},
+                                   {"activations", name_of(o.activations)}};
                              })
       .def_property_readonly("peak_bytes", [](const plan::Plan& p) { return p.memory.highest(); })
       .def_property_readonly("build_bytes", [](const plan::Plan& p) { return p.memory.build; })
@@ -183,20 +198,24 @@ void bind_job(py::module_& module) {
              job.precision.dtype = dtype_of(dtype);
              job.precision.parameters = dtype_of(parameters);
            })
-      .def("optimize_with",
-           [](Job& job, const std::string& type, double momentum) {
-             job.optimizer.type = type;
-             job.optimizer.momentum = momentum;
-           })
+      .def(
+          "optimize_with",
+          [](Job& job, const std::string& type, double momentum, const std::string& moments) {
+            job.optimizer.type = type;
+            job.optimizer.momentum = momentum;
+            job.optimizer.moments = moments;
+          },
+          py::arg("type"), py::arg("momentum") = 0.0, py::arg("moments") = "fp32")
       .def("may_offload",
            [](Job& job, const std::vector<std::vector<std::string>>& allowed) {
              job.offloads.clear();
              for (const auto& places : allowed) {
-               POISE_CHECK(places.size() == 3, places.size());
+               POISE_CHECK(places.size() == 4, places.size());
                config::OffloadPolicy offload;
                offload.optimizer = place_of(places[0]);
                offload.gradients = place_of(places[1]);
                offload.parameters = place_of(places[2]);
+               offload.activations = place_of(places[3]);
                job.offloads.push_back(offload);
              }
            })
@@ -206,7 +225,8 @@ void bind_job(py::module_& module) {
       .def_readwrite("micro_batch", &Job::micro_batch)
       .def_readwrite("budget", &Job::budget)
       .def_readwrite("threads", &Job::threads)
-      .def_readwrite("stages", &Job::stages);
+      .def_readwrite("stages", &Job::stages)
+      .def_readwrite("shard_ranks", &Job::shard_ranks);
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("plan_search", &plan::search, py::arg("job"), Release());
   module.def("plan_levers", &plan::levers, py::arg("job"), Release());

@@ -7,7 +7,7 @@ import json
 import poise
 import pytest
 import torch
-from poise import cli, fake_trace
+from poise import _C, cli, fake_trace, planning
 from poise.models.byte_gpt import ByteGPT
 from torch import nn
 
@@ -161,7 +161,38 @@ def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
     assert not levers["optimizer states on the host"].changes_numbers
     assert levers["moments in 8 bits"].changes_numbers
     assert levers["moments in 8 bits"].plan.peak_bytes < answer.best.peak_bytes
-    assert answer.best.offload == {"optimizer": "none", "gradients": "none", "parameters": "none"}
+    assert set(answer.best.offload.values()) == {"none"}
+
+
+def test_activations_that_are_offloaded_are_traced():
+    model = byte_gpt()
+    arguments = {"global_batch_size": 8, "loss_fn": byte_loss(model), "micro_batch_size": 8}
+    kept = poise.plan(model, rows(8), **arguments)
+    job = poise.plan(model, rows(8), **arguments, offload="host")._job
+    job.may_offload([["none", "none", "none", "host"]])
+    away = planning._plan(_C.plan_search(job).best, kept._units)
+    assert away.settings["offload"] == {"activations": "host"}
+    assert away.peak_bytes < 0.7 * kept.best.peak_bytes
+    measured = measured_peak(model, rows, byte_loss(model), away)
+    assert measured == pytest.approx(away.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_moments_are_what_is_said(moments):
+    model = byte_gpt()
+    answer = poise.plan(
+        model, rows(1), global_batch_size=1, loss_fn=byte_loss(model), moments=moments
+    )
+    engine = poise.Engine(model, {"optimizer": {"moments": moments}})
+    assert answer.best.held["optimizer"] == engine.memory()["current"]["optimizer"]
+
+
+def test_factored_moments_are_rows_and_columns():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
+    images = torch.randn(2, 3, 16, 16)
+    answer = poise.plan(model, images, global_batch_size=2, optimizer="adafactor")
+    engine = poise.Engine(model, {"optimizer": {"type": "adafactor"}})
+    assert answer.best.held["optimizer"] == engine.memory()["current"]["optimizer"] > 0
 
 
 class LooksAtValues(nn.Module):

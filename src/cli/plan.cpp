@@ -88,13 +88,18 @@ std::int64_t bytes_of(const std::string& text) {
   return text.empty() ? 0 : memory::parse_bytes(text);
 }
 
-// Nothing, the optimizer's states, gradients too, parameters too.
+// Nothing, the optimizer's states, gradients too, parameters too; each with and without
+// activations.
 std::vector<config::OffloadPolicy> offloads(const std::string& where) {
   const auto place = where == "file" ? config::Offload::file : config::Offload::host;
-  std::vector<config::OffloadPolicy> all(4);
-  for (std::size_t i = 1; i < all.size(); ++i) all[i].optimizer = place;
-  all[2].gradients = all[3].gradients = config::Offload::host;  // they are never in files
-  all[3].parameters = place;
+  std::vector<config::OffloadPolicy> all(8);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto states = i / 2;
+    if (states >= 1) all[i].optimizer = place;
+    if (states >= 2) all[i].gradients = config::Offload::host;  // they are never in files
+    if (states == 3) all[i].parameters = place;
+    if (i % 2 == 1) all[i].activations = place;
+  }
   return all;
 }
 
@@ -137,6 +142,7 @@ plan::Job described_job(const PlanArguments& a) {
   job.precision = precision_of(a.precision);
   job.budget = bytes_of(a.memory);
   if (!a.offload.empty()) job.offloads = offloads(a.offload);
+  if (a.shard_ranks > 0) job.shard_ranks = {static_cast<int>(a.shard_ranks)};
   return job;
 }
 
@@ -145,6 +151,7 @@ int plan_file(const PlanArguments& a, std::ostream& out) {
   auto job = job_of(config, machine_of(a));
   if (!a.memory.empty()) job.budget = bytes_of(a.memory);
   if (a.micro_batch > 0) job.micro_batch = a.micro_batch;
+  if (a.shard_ranks > 0) job.shard_ranks = {static_cast<int>(a.shard_ranks)};
   const auto written = as_written(config, job);
   const bool searched = job.budget > 0;
   const auto answer = searched ? plan::search(job) : plan::Answer{};

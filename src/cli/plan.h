@@ -19,6 +19,7 @@ struct PlanArguments {
   std::int64_t sequence = 0;
   std::int64_t global_batch = 0;
   std::int64_t micro_batch = 0;  // 0: searched
+  std::int64_t shard_ranks = 0;  // of a group that shards; 0: searched
   std::string memory;            // "20GiB"; empty: what the device has
   std::string precision;         // bf16, bf16-autocast, fp32
   std::string offload;           // host or file: what may lie there is searched too

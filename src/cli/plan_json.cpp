@@ -19,6 +19,10 @@ Json accounts(const plan::Accounts& bytes) {
   return out;
 }
 
+const char* place_name(config::Offload place) {
+  return place == config::Offload::host ? "host" : place == config::Offload::file ? "file" : "none";
+}
+
 Json plan_json(const plan::Job& job, const Plan& plan) {
   const auto& c = plan.choice;
   const auto& t = plan.time;
@@ -27,8 +31,10 @@ Json plan_json(const plan::Job& job, const Plan& plan) {
           {"ranks", c.ranks},
           {"stage", c.stage},
           {"keep_gathered", c.keep_gathered},
+          {"shard_ranks", plan::shard_ranks(c)},
           {"recomputed_blocks", std::count(c.recomputed.begin(), c.recomputed.end(), true)},
           {"selective", c.recompute == plan::Recompute::selective},
+          {"activations", place_name(c.offload.activations)},
           {"loss_chunk_tokens", c.loss_chunk_tokens},
           {"peak_bytes", plan.memory.peak},
           {"peak_moment", plan.memory.moment},

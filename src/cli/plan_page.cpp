@@ -39,7 +39,8 @@ std::string offloaded(const config::OffloadPolicy& offload) {
   std::string names;
   const std::pair<const char*, config::Offload> kinds[] = {{"optimizer", offload.optimizer},
                                                            {"gradients", offload.gradients},
-                                                           {"parameters", offload.parameters}};
+                                                           {"parameters", offload.parameters},
+                                                           {"activations", offload.activations}};
   for (const auto& [kind, place] : kinds) {
     if (place == config::Offload::none) continue;
     names += join(names.empty() ? "" : ", ", kind,
@@ -60,6 +61,10 @@ void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
   if (c.ranks > 1) {
     out << "; ZeRO stage " << c.stage
         << (c.keep_gathered ? ", parameters kept for the window" : "");
+    if (c.shard_ranks > 0) {
+      out << ", sharded inside groups of " << c.shard_ranks
+          << " ranks and replicated across them (poise.comm.hybrid(" << c.shard_ranks << "))";
+    }
   }
   const auto away = offloaded(c.offload);
   if (!away.empty()) out << "; away: " << away;
@@ -165,6 +170,7 @@ void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& a
     const auto& other = answer.runner_up;
     out << "\nNext best: micro-batch " << other.choice.micro_batch << ", stage "
         << other.choice.stage << (other.choice.keep_gathered ? " (parameters kept)" : "")
+        << (other.choice.shard_ranks > 0 ? join(" in groups of ", other.choice.shard_ranks) : "")
         << ", recomputed " << recomputed(other.choice) << ": " << duration(other.time.total)
         << ", slower by " << answer.why << ".\n";
   }

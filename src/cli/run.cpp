@@ -70,6 +70,11 @@ void describe_plan(CLI::App& app, PlanArguments& arguments) {
   for (auto* option : {sequence, batch}) option->check(size)->excludes(file);
   plan->add_option("--micro-batch", arguments.micro_batch, "fixed, instead of searched")
       ->check(size);
+  plan->add_option(
+          "--shard-ranks", arguments.shard_ranks,
+          "ranks of a group that shards, replicated by the other groups (those of a node); "
+          "fixed, instead of searched")
+      ->check(size);
   plan->add_option("--memory", arguments.memory, "budget of each rank, instead of the device's");
   plan->add_option("--precision", arguments.precision,
                    "bf16 (16-bit parameters, fp32 masters), bf16-autocast or fp32; default bf16")

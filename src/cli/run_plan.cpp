@@ -18,10 +18,21 @@ namespace {
 
 using memory::format_bytes;
 
-std::vector<bool> recomputed(const Config& config, std::int64_t layers) {
+std::vector<std::string> block_names(std::int64_t layers) {
   std::vector<std::string> names;
   for (std::int64_t i = 0; i < layers; ++i) names.push_back(join("blocks.", i));
-  return checkpointing::recomputed_units(config.checkpointing, names);
+  return names;
+}
+
+std::vector<bool> recomputed(const Config& config, std::int64_t layers) {
+  return checkpointing::recomputed_units(config.checkpointing, block_names(layers));
+}
+
+// Blocks whose activations are offloaded; empty: all that forward saves.
+std::vector<bool> activations_of(const Config& config, std::int64_t layers) {
+  const auto& chosen = config.offload.activation_units;
+  if (chosen.empty()) return {};
+  return checkpointing::matching_units(chosen, block_names(layers));
 }
 
 plan::Recompute recompute(const Config& config) {
@@ -43,6 +54,7 @@ void apply(const plan::Choice& choice, Config& config) {
     config.zero.stage = choice.stage;
     if (choice.keep_gathered) config.zero.keep_gathered = config::KeepGathered::window;
   }
+  config.offload.optimizer = choice.offload.optimizer;
 }
 
 [[noreturn]] void refuse(const plan::Job& job, const plan::Answer& answer) {
@@ -67,15 +79,6 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   if (config.model.builtin != "byte_gpt") {
     fail("plan", "model.builtin is \"", config.model.builtin, "\"; known: byte_gpt");
   }
-  if (config.offload.activations != config::Offload::none) {
-    fail("plan",
-         "the run offloads activations, which plans do not count yet; take offload.activations "
-         "out, or give batch.micro_batch_size");
-  }
-  if (config.zero.shard_group_size > 0) {
-    fail("plan", "zero.shard_group_size is ", config.zero.shard_group_size,
-         ", and plans count all ranks as one group; take it out, or give batch.micro_batch_size");
-  }
   plan::Job job;
   job.machine = std::move(machine);
   job.model = plan::byte_gpt(config.model);
@@ -83,7 +86,10 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   job.precision = config.precision;
   job.optimizer = config.optimizer;
   job.budget = config.memory.budget_bytes;
+  const auto group = static_cast<int>(config.zero.shard_group_size);
+  if (group > 0 && job.machine.ranks > 1) job.shard_ranks = {group};
   job.offloads = {config.offload};
+  job.activations_of = activations_of(config, config.model.layers);
   job.threads = at::get_num_threads();
   const auto ranks = job.machine.ranks;
   job.global_batch = config.batch.global_batch_size;
@@ -98,6 +104,7 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
   plan::Plan written;
   auto& choice = written.choice;
   choice.ranks = job.machine.ranks;
+  choice.shard_ranks = job.shard_ranks.empty() ? 0 : job.shard_ranks.front();
   choice.micro_batch = config::micro_batch_size(config.batch);
   choice.accumulation = config::accumulation(config.batch, choice.ranks);
   choice.stage = static_cast<int>(config.zero.stage);
@@ -109,6 +116,7 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
   choice.recomputed = recomputed(config, job.model.layers);
   choice.recompute = recompute(config);
   choice.offload = config.offload;
+  choice.activations_of = job.activations_of;
   const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
   const auto chain =
       plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
@@ -119,10 +127,35 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
   return written;
 }
 
+namespace {
+
+// What lies on the host is outside the budget and slower to update: only where nothing fits
+// without.
+plan::Answer search_balance(plan::Job job) {
+  auto answer = plan::search(job);
+  auto& offload = job.offloads.front();
+  const bool open = offload.optimizer == config::Offload::none;
+  if (answer.fits || !open || !plan::may_offload(job.optimizer)) return answer;
+  offload.optimizer = config::Offload::host;
+  return plan::search(job);
+}
+
+// "stage 2, parameters kept for the window; optimizer states on the host"; empty: nothing of it.
+std::string places(const plan::Choice& choice) {
+  std::string text;
+  if (choice.ranks > 1) text = join(", stage ", choice.stage);
+  if (choice.keep_gathered) text += ", parameters kept for the window";
+  if (choice.offload.optimizer == config::Offload::host) text += ", optimizer states on the host";
+  return text;
+}
+
+}  // namespace
+
 Balance find_balance(const Config& config, int ranks) {
   auto machine = plan::read_machine(join(ranks, "xCPU"));
   machine.device = this_cpu();
   auto job = job_of(config, std::move(machine));
+  if (job.shard_ranks.empty()) job.shard_ranks = {ranks};
   if (config.zero.stage > 0) job.stages = {static_cast<int>(config.zero.stage)};
   if (config.checkpointing.policy != "none") {
     job.searches_recompute = false;
@@ -133,7 +166,7 @@ Balance find_balance(const Config& config, int ranks) {
     job.searches_chunk = false;
     job.loss_chunk_tokens = config.model.loss_chunk_tokens;
   }
-  const auto answer = plan::search(job);
+  const auto answer = search_balance(job);
   if (!answer.fits && config.memory.on_misfit == config::OnMisfit::refuse) refuse(job, answer);
   Balance found{config, answer.best, {}};
   apply(answer.best.choice, found.config);
@@ -146,7 +179,8 @@ Balance find_balance(const Config& config, int ranks) {
            best.memory.moment, "), recomputes ", blocks, " of ", job.model.layers, " blocks",
            best.choice.loss_chunk_tokens > 0
                ? join(", logits of ", best.choice.loss_chunk_tokens, " tokens at once")
-               : std::string()));
+               : std::string(),
+           places(best.choice)));
   if (answer.has_runner_up) {
     const auto& other = answer.runner_up.choice;
     found.lines.push_back(join("  runner-up: micro-batch ", other.micro_batch,

@@ -19,13 +19,15 @@ plan::Job job_of(const Config& config, plan::Machine machine);
 plan::Plan as_written(const Config& config, const plan::Job& job);
 
 struct Balance {
-  Config config;    // with micro-batch, recomputation, chunks of the loss and stage filled in
-  plan::Plan plan;  // what they will take
+  Config config;                   // with what was open filled in
+  plan::Plan plan;                 // what they will take
   std::vector<std::string> lines;  // for people
 };
 
-// Fills what config.balance_is_open() leaves open. What the file sets stays: a checkpointing policy
-// other than none, model.loss_chunk_tokens, zero.stage above 0. Throws Error where nothing fits the
+// Fills what config.balance_is_open() leaves open: micro-batch, recomputation, chunks of the loss,
+// the stage, and where nothing fits otherwise the place of the optimizer's states. What the file
+// sets stays: a checkpointing policy other than none, model.loss_chunk_tokens, zero.stage above 0,
+// offload.optimizer. Throws Error where nothing fits the
 // budget, with the smallest that would do (memory.on_misfit warn: takes the smallest plan instead).
 Balance find_balance(const Config& config, int ranks);
 

@@ -19,6 +19,20 @@ std::int64_t attention_scratch(const Sizes& s, bool backward) {
   return 4 * s.threads * (query * keys + 2 * query + query * head);
 }
 
+// What leaves is in memory until it is out: two tensors on their way (`leaving`); for backward
+// others come before they are needed. `bare`: a forward that keeps nothing.
+Pass away(const Pass& kept, std::int64_t bare, std::int64_t stays, std::int64_t largest) {
+  Pass pass;
+  pass.saved = stays;
+  pass.forward_peak = std::min(kept.forward_peak, bare + stays + 2 * largest);
+  pass.backward_peak =
+      std::min(kept.backward_peak, kept.backward_peak - (kept.saved - stays) + 2 * largest);
+  pass.leaving = 2 * largest;
+  pass.again_flops = kept.again_flops;
+  pass.sent = static_cast<double>(kept.saved - stays);
+  return pass;
+}
+
 // The sizes of a GELU block's tensors.
 struct Gelu {
   std::int64_t x, qkv, ffn, stats, lse, w_qkv, w_proj, w_mlp, vector;
@@ -104,6 +118,15 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   return pass;
 }
 
+Pass gelu_block_away(const Sizes& s, Recompute mode) {
+  const Gelu g(s);
+  const auto kept = gelu_block(s, mode);
+  const auto bare = bare_forward_peak(g, s);
+  if (mode == Recompute::whole) return away(kept, bare, 0, g.x);
+  // q, k and v are pieces of one tensor, which do not travel; rows' statistics are too small.
+  return away(kept, bare, g.qkv + g.lse + 2 * g.stats, g.ffn);
+}
+
 namespace {
 
 struct Gated {
@@ -182,6 +205,14 @@ Pass gated_block(const Sizes& s, Recompute mode) {
   return pass;
 }
 
+Pass gated_block_away(const Sizes& s, Recompute mode) {
+  const Gated g(s);
+  const auto kept = gated_block(s, mode);
+  const auto bare = bare_forward_peak(g);
+  if (mode == Recompute::whole) return away(kept, bare, 0, g.x);
+  return away(kept, bare, 8 * s.tokens + g.lse, g.ffn);
+}
+
 Pass embedding(const Sizes& s, bool positions) {
   const auto x = s.tokens * s.width * s.e;
   const auto row = positions ? s.sequence * s.width * s.e : 0;
@@ -218,6 +249,16 @@ Pass head(const Sizes& s, bool fused_norm) {
   pass.forward_peak = x + norm_kept + 8 * logits + cast;
   pass.backward_peak =
       pass.saved + std::max(8 * logits, 4 * logits + cast + x + table) + (s.e == 4 ? 0 : 8);
+  return pass;
+}
+
+Pass head_away(const Sizes& s, bool fused_norm) {
+  const auto kept = head(s, fused_norm);
+  const auto x = s.tokens * s.width * s.e;
+  // Of whole logits their log-softmax, which backward wants back at once.
+  const auto largest = s.chunk > 0 ? x : std::max(x, 4 * s.tokens * s.vocabulary);
+  auto pass = away(kept, kept.forward_peak, 0, largest);
+  pass.leaving = largest + x;
   return pass;
 }
 

@@ -20,10 +20,14 @@ struct Sizes {
 
 // x + attention(norm(x)), then x + mlp(norm(x)): layer norms, biases, GELU.
 Pass gelu_block(const Sizes& sizes, Recompute mode);
+// The same where what it saves leaves for the host or a file (poise/checkpointing.h).
+Pass gelu_block_away(const Sizes& sizes, Recompute mode);
 // The same with RMS norms, rotary positions and a gated MLP, as transformers writes them.
 Pass gated_block(const Sizes& sizes, Recompute mode);
+Pass gated_block_away(const Sizes& sizes, Recompute mode);
 // Norm, projection to the vocabulary and cross-entropy. `fused_norm`: a layer norm.
 Pass head(const Sizes& sizes, bool fused_norm);
+Pass head_away(const Sizes& sizes, bool fused_norm);
 // Token and learned positions' embeddings.
 Pass embedding(const Sizes& sizes, bool positions);
 

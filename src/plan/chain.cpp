@@ -32,19 +32,38 @@ Sizes sizes_of(const Transformer& m, const Shape& shape, const config::Precision
   return s;
 }
 
-struct BlockCount {
-  std::int64_t padded = 0;
-  std::int64_t matrices = 0;
+struct Matrix {
+  std::int64_t rows, columns;
 };
 
-BlockCount count_block(const Transformer& m, const Sizes& s) {
-  std::vector<std::int64_t> matrices, vectors;
+// Elements of tensors that lie together.
+struct Count {
+  std::int64_t padded = 0;
+  std::int64_t matrices = 0;
+  std::int64_t factored = 0;
+};
+
+Count count(const std::vector<Matrix>& matrices, const std::vector<std::int64_t>& vectors) {
+  Count count;
+  for (const auto& m : matrices) {
+    count.matrices += m.rows * m.columns;
+    count.padded += padded(m.rows * m.columns);
+    count.factored += m.rows + m.columns;
+  }
+  for (const auto n : vectors) count.padded += padded(n);
+  for (const auto n : vectors) count.factored += n;
+  return count;
+}
+
+Count count_block(const Transformer& m, const Sizes& s) {
+  std::vector<Matrix> matrices;
+  std::vector<std::int64_t> vectors;
   if (m.biases && s.query == m.width && s.kv == m.width && m.mlp == Mlp::gelu) {
-    matrices = {3 * m.width * m.width, m.width * m.width, m.width * m.ffn, m.ffn * m.width};
+    matrices = {{3 * m.width, m.width}, {m.width, m.width}, {m.ffn, m.width}, {m.width, m.ffn}};
     vectors = {m.width, m.width, 3 * m.width, m.width, m.width, m.width, m.ffn, m.width};
   } else {
-    matrices = {m.width * s.query, m.width * s.kv, m.width * s.kv, s.query * m.width};
-    for (int i = 0; i < (m.mlp == Mlp::gated ? 3 : 2); ++i) matrices.push_back(m.width * m.ffn);
+    matrices = {{s.query, m.width}, {s.kv, m.width}, {s.kv, m.width}, {m.width, s.query}};
+    for (int i = 0; i < (m.mlp == Mlp::gated ? 3 : 2); ++i) matrices.push_back({m.ffn, m.width});
     vectors = {m.width, m.width};
     if (m.biases) {
       for (const auto v : {m.width, m.width, s.query, s.kv, s.kv, m.width, m.ffn, m.width}) {
@@ -53,17 +72,15 @@ BlockCount count_block(const Transformer& m, const Sizes& s) {
       if (m.mlp == Mlp::gated) vectors.push_back(m.ffn);
     }
   }
-  BlockCount count;
-  for (const auto n : matrices) count.matrices += n;
-  for (const auto n : matrices) count.padded += padded(n);
-  for (const auto n : vectors) count.padded += padded(n);
-  return count;
+  return count(matrices, vectors);
 }
 
-std::int64_t count_rest(const Transformer& m) {
-  const auto table = padded(m.vocabulary * m.width);
-  const auto norm = m.head_norm ? (m.biases ? 2 : 1) * padded(m.width) : 0;
-  return (m.tied ? 1 : 2) * table + padded(m.positions * m.width) + norm;
+Count count_rest(const Transformer& m) {
+  std::vector<Matrix> matrices{{m.vocabulary, m.width}};
+  if (!m.tied) matrices.push_back(matrices.front());
+  if (m.positions > 0) matrices.push_back({m.positions, m.width});
+  const auto norms = static_cast<std::size_t>(m.head_norm ? (m.biases ? 2 : 1) : 0);
+  return count(matrices, std::vector<std::int64_t>(norms, m.width));
 }
 
 Link block_link(const Transformer& m, const Sizes& s) {
@@ -72,6 +89,8 @@ Link block_link(const Transformer& m, const Sizes& s) {
   for (const auto mode : {Recompute::none, Recompute::whole, Recompute::selective}) {
     auto& pass = link.passes[static_cast<std::size_t>(mode)];
     pass = m.mlp == Mlp::gelu ? gelu_block(s, mode) : gated_block(s, mode);
+    link.away[static_cast<std::size_t>(mode)] =
+        m.mlp == Mlp::gelu ? gelu_block_away(s, mode) : gated_block_away(s, mode);
   }
   auto one = m;
   one.layers = 1;
@@ -80,7 +99,8 @@ Link block_link(const Transformer& m, const Sizes& s) {
   link.flops = static_cast<double>(s.batch) *
                (forward_flops(none, s.sequence) -
                 2.0 * static_cast<double>(m.width) * static_cast<double>(s.sequence));
-  link.passes[static_cast<std::size_t>(Recompute::whole)].again_flops = link.flops;
+  constexpr auto whole = static_cast<std::size_t>(Recompute::whole);
+  link.passes[whole].again_flops = link.away[whole].again_flops = link.flops;
   return link;
 }
 
@@ -101,24 +121,29 @@ Chain chain(const Transformer& m, const Shape& shape, const config::PrecisionPol
   Link in;
   in.name = "the embedding";
   in.passes.fill(embedding(s, m.positions > 0));
+  in.away = in.passes;
   chain.links.push_back(in);
   auto link = block_link(m, s);
   link.casts = casts ? 2 * block.matrices : 0;
   for (std::int64_t i = 0; i < m.layers; ++i) {
     link.name = join("block ", i);
     link.flat = static_cast<int>(i);
-    chain.flats.push_back({link.name, block.padded});
+    chain.flats.push_back(
+        {.name = link.name, .elements = block.padded, .factored = block.factored});
     chain.links.push_back(link);
   }
   chain.rest = static_cast<int>(m.layers);
-  chain.flats.push_back({"rest", count_rest(m)});
+  const auto rest = count_rest(m);
+  chain.flats.push_back({.name = "rest", .elements = rest.padded, .factored = rest.factored});
   Link out;
   out.name = "the head";
   out.passes.fill(head(s, m.biases));
+  out.away.fill(head_away(s, m.biases));
   out.flops = 2.0 * static_cast<double>(s.tokens) * static_cast<double>(m.width) *
               static_cast<double>(m.vocabulary);
   if (shape.loss_chunk_tokens > 0) {
     for (auto& pass : out.passes) pass.again_flops = out.flops;
+    for (auto& pass : out.away) pass.again_flops = out.flops;
   }
   // The gradient of a tied matrix waits for the embedding's share of it.
   out.held_gradient = m.tied ? m.vocabulary * m.width * s.weight_e : 0;

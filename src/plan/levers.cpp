@@ -35,6 +35,15 @@ class Pulled {
   }
 
  private:
+  // A traced model may have been traced without.
+  bool knows_activations() const {
+    if (!job_.traced) return true;
+    for (const auto& link : job_.traced->chains.front().links) {
+      if (link.away[0].backward_peak > 0) return true;
+    }
+    return false;
+  }
+
   void pull(const char* name, const std::string& setting, bool changes,
             const std::function<void(Job&)>& change) {
     auto job = job_;
@@ -50,16 +59,23 @@ class Pulled {
   void same() {
     using config::Offload;
     config::OffloadPolicy offload;
-    offload.optimizer = Offload::host;
     const auto add = [&](const char* name, const char* setting) {
       pull(name, setting, false, [&](Job& job) { job.offloads = {offload}; });
     };
-    add("optimizer states on the host", "offload.optimizer: host");
-    offload.gradients = Offload::host;
-    add("gradients there too", "offload.optimizer, offload.gradients: host");
-    offload.parameters = Offload::host;
-    if (job_.machine.ranks == 1 || job_.stages.empty() || job_.stages.back() == 3) {
-      add("parameters there too", "offload.optimizer, .gradients, .parameters: host");
+    if (may_offload(job_.optimizer)) {
+      offload.optimizer = Offload::host;
+      add("optimizer states on the host", "offload.optimizer: host");
+      offload.gradients = Offload::host;
+      add("gradients there too", "offload.optimizer, offload.gradients: host");
+      offload.parameters = Offload::host;
+      if (job_.machine.ranks == 1 || job_.stages.empty() || job_.stages.back() == 3) {
+        add("parameters there too", "offload.optimizer, .gradients, .parameters: host");
+      }
+    }
+    if (knows_activations()) {
+      offload = {};
+      offload.activations = Offload::host;
+      add("activations on the host", "offload.activations: host");
     }
     if (job_.global_batch % (2 * std::int64_t{job_.machine.ranks}) == 0) {
       pull("twice the ranks", join(2 * job_.machine.ranks, " ranks"), false,

@@ -15,14 +15,22 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
       split_(split_of(choice)),
       held_(states(chain.flats, choice, widths)),
       waiting_(chain.links.size()) {
-  int block = 0;
+  const bool offloads = choice.offload.activations != config::Offload::none;
+  std::size_t place = 0;
   for (const auto& link : chain.links) {
     auto mode = Recompute::none;
+    bool away = offloads && choice.activations_of.empty();
     if (link.block) {
-      const auto place = static_cast<std::size_t>(block++);
       if (place < choice.recomputed.size() && choice.recomputed[place]) mode = choice.recompute;
+      if (place < choice.activations_of.size()) away = offloads && choice.activations_of[place];
+      ++place;
     }
     modes_.push_back(mode);
+    away_.push_back(away);
+  }
+  leaving_.push_back(0);
+  for (std::size_t i = 0; i < away_.size(); ++i) {
+    leaving_.push_back(away_[i] ? pass(i, modes_[i]).leaving : leaving_.back());
   }
   for (std::size_t i = waiting_.size(); i-- > 1;) {
     waiting_[i - 1] = waiting_[i] + chain.links[i].held_gradient;
@@ -31,14 +39,14 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
 
 std::int64_t Moments::flat_bytes(int flat, int width) const {
   if (flat < 0) return 0;
-  return width * whole(chain_.flats[static_cast<std::size_t>(flat)].elements, choice_.ranks);
+  return width * whole(chain_.flats[static_cast<std::size_t>(flat)].elements, shard_ranks(choice_));
 }
 
 std::int64_t Moments::whole_parameters(int flat) const {
   if (flat < 0) return 0;
   return flat_bytes(flat, widths_.parameter) +
          widths_.parameter *
-             whole(chain_.flats[static_cast<std::size_t>(flat)].frozen, choice_.ranks);
+             whole(chain_.flats[static_cast<std::size_t>(flat)].frozen, shard_ranks(choice_));
 }
 
 // Whole parameters while link i runs and `next` is gathered ahead of it.
@@ -60,7 +68,7 @@ std::int64_t Moments::gathered(std::size_t i, std::size_t next) const {
 
 // Whole gradients of this micro-batch that fill or travel during the backward of link i.
 std::int64_t Moments::transient(std::size_t i) const {
-  if (choice_.ranks == 1) return 0;
+  if (shard_ranks(choice_) == 1) return 0;
   const bool half = choice_.gradient_dtype != config::DType::fp32;
   const int after = i + 1 < chain_.links.size() ? flat_of(i + 1) : -1;
   std::int64_t bytes = half ? flat_bytes(after, 2) : 0;
@@ -71,13 +79,15 @@ std::int64_t Moments::transient(std::size_t i) const {
 }
 
 Moments::Bytes Moments::forward(std::size_t i, Recompute mode, std::int64_t kept) const {
-  return {.activations = kept + casts(i, mode) + pass(i, mode).forward_peak,
+  const auto leaving = away_[i] ? 0 : leaving_[i];
+  return {.activations = kept + leaving + casts(i, mode) + pass(i, mode).forward_peak,
           .gathered = gathered(i, i + 1)};
 }
 
 Moments::Bytes Moments::backward(std::size_t i, Recompute mode, std::int64_t kept) const {
   const auto again = mode == Recompute::none ? 0 : chain_.links[i].casts;
-  return {.activations = kept + waiting_[i] + casts(i, mode) + again + pass(i, mode).backward_peak,
+  return {.activations = kept + waiting_[i] + leaving_.back() + casts(i, mode) + again +
+                         pass(i, mode).backward_peak,
           .gathered = gathered(i, i == 0 ? size() : i - 1),
           .communication = transient(i)};
 }
@@ -96,7 +106,7 @@ std::int64_t Moments::build() const {
     held[static_cast<std::size_t>(Account::communication)] = 0;
     made += total(held);
     const auto copy =
-        choice_.ranks > 1 ? widths_.parameter * whole(flat.elements, choice_.ranks) : 0;
+        choice_.ranks > 1 ? widths_.parameter * whole(flat.elements, shard_ranks(choice_)) : 0;
     highest = std::max(highest, theirs + made + copy);
     theirs -= widths_.parameter * (flat.elements + flat.frozen);
   }

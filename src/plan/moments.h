@@ -34,7 +34,8 @@ class Moments {
 
  private:
   const Pass& pass(std::size_t i, Recompute mode) const {
-    return chain_.links[i].passes[static_cast<std::size_t>(mode)];
+    const auto& link = chain_.links[i];
+    return (away_[i] ? link.away : link.passes)[static_cast<std::size_t>(mode)];
   }
   // 16-bit copies of weights live in the graph of what is not recomputed.
   std::int64_t casts(std::size_t i, Recompute mode) const {
@@ -52,6 +53,8 @@ class Moments {
   const Split split_;
   Accounts held_{};
   std::vector<Recompute> modes_;       // by link
+  std::vector<bool> away_;             // by link: what it saves is offloaded
+  std::vector<std::int64_t> leaving_;  // when a link runs forward, and at the end: on its way out
   std::vector<std::int64_t> waiting_;  // by link: gradients of links after it that wait for the end
 };
 

@@ -32,6 +32,12 @@ void check(const Job& job) {
          below > 0 ? join(below, " and ") : std::string(), below + ranks);
   }
   const auto mine = job.global_batch / ranks;
+  for (const int group : job.shard_ranks) {
+    if (group < 1 || job.machine.ranks % group != 0) {
+      fail("plan", "groups of ", group, " ranks that shard do not divide the ", ranks,
+           " ranks; give a divisor of them");
+    }
+  }
   if (job.micro_batch > 0 && mine % job.micro_batch != 0) {
     std::string allowed;
     for (const auto d : divisors(mine)) allowed += join(allowed.empty() ? "" : ", ", d);
@@ -51,7 +57,28 @@ std::int64_t chunk_for(const Job& job, std::int64_t micro_batch) {
 struct Sharding {
   int stage;
   bool keep;
+  int ranks;  // of a group
 };
+
+// All ranks together; where they are more than a node's, a node's, replicated by the other nodes.
+std::vector<int> groups(const Job& job) {
+  if (!job.shard_ranks.empty()) return job.shard_ranks;
+  const int all = job.machine.ranks, node = job.machine.ranks_per_node;
+  if (node > 1 && node < all && all % node == 0) return {all, node};
+  return {all};
+}
+
+std::vector<Sharding> shardings(const Job& job) {
+  if (job.machine.ranks == 1) return {{0, false, 1}};
+  std::vector<Sharding> found;
+  for (const int group : groups(job)) {
+    for (int stage = group == job.machine.ranks ? 0 : 1; stage <= 3; ++stage) {
+      found.push_back({stage, false, group});
+    }
+    found.push_back({3, true, group});
+  }
+  return found;
+}
 
 // What the formulas may be short of, as a share of the activations: those of fp32 without selective
 // recomputation are exact on the CPU, the others are not (docs/planner.md has how far off they
@@ -69,9 +96,7 @@ class Search {
     answer_.budget =
         job.budget > 0 ? job.budget : job.machine.device.memory - reserve(job.machine.device);
     widths_ = widths(job);
-    shardings_ = {{0, false}};
-    if (job.machine.ranks > 1)
-      shardings_ = {{0, false}, {1, false}, {2, false}, {3, false}, {3, true}};
+    shardings_ = shardings(job);
     if (!job.stages.empty()) {
       std::erase_if(shardings_, [&](const Sharding& one) {
         return std::find(job.stages.begin(), job.stages.end(), one.stage) == job.stages.end();
@@ -117,6 +142,8 @@ class Search {
         choice.micro_batch = micro_batch;
         choice.accumulation = accumulation;
         choice.ranks = job_.machine.ranks;
+        choice.shard_ranks = sharding.ranks == choice.ranks ? 0 : sharding.ranks;
+        choice.activations_of = job_.activations_of;
         choice.stage = sharding.stage;
         choice.keep_gathered = sharding.keep;
         choice.reduces_every = sharding.stage >= 2;
@@ -212,7 +239,8 @@ class Search {
 
   static bool alike(const Plan& a, const Plan& b) {
     return a.choice.stage == b.choice.stage && a.choice.micro_batch == b.choice.micro_batch &&
-           a.choice.keep_gathered == b.choice.keep_gathered;
+           a.choice.keep_gathered == b.choice.keep_gathered &&
+           a.choice.shard_ranks == b.choice.shard_ranks;
   }
 
   void settle() {
@@ -315,12 +343,24 @@ std::string offloads(const config::OffloadPolicy& offload) {
   std::string text;
   const std::pair<const char*, config::Offload> kinds[] = {{"optimizer", offload.optimizer},
                                                            {"gradients", offload.gradients},
-                                                           {"parameters", offload.parameters}};
+                                                           {"parameters", offload.parameters},
+                                                           {"activations", offload.activations}};
   for (const auto& [kind, place] : kinds) {
     if (place == config::Offload::none) continue;
     text += join(text.empty() ? "" : ", ", "\"", kind, "\": \"", name_of(place), "\"");
   }
   return text;
+}
+
+// The chosen blocks' names.
+std::string names_of(const std::vector<bool>& chosen, const std::vector<std::string>& units) {
+  std::string names;
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    if (!chosen[i]) continue;
+    names += join(names.empty() ? "" : ", ", "\"", i < units.size() ? units[i] : join("blocks.", i),
+                  "\"");
+  }
+  return names;
 }
 
 // The recomputed blocks as a policy: the first n where they are.
@@ -331,13 +371,7 @@ std::string recomputed(const Choice& choice, const std::vector<std::string>& uni
   if (std::all_of(blocks.begin(), blocks.begin() + count, [](bool b) { return b; })) {
     return join("{\"policy\": \"first_m\", \"n\": ", count, "}");
   }
-  std::string names;
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    if (!blocks[i]) continue;
-    names += join(names.empty() ? "" : ", ", "\"", i < units.size() ? units[i] : join("blocks.", i),
-                  "\"");
-  }
-  return join("{\"policy\": \"list\", \"units\": [", names, "]}");
+  return join("{\"policy\": \"list\", \"units\": [", names_of(blocks, units), "]}");
 }
 
 }  // namespace
@@ -354,7 +388,11 @@ std::string settings(const Choice& choice, const std::vector<std::string>& units
   if (choice.loss_chunk_tokens > 0) {
     text += join(", \"model\": {\"loss_chunk_tokens\": ", choice.loss_chunk_tokens, "}");
   }
-  const auto away = offloads(choice.offload);
+  auto away = offloads(choice.offload);
+  const bool named = choice.offload.activations != config::Offload::none;
+  if (named && !choice.activations_of.empty()) {
+    away += join(", \"activation_units\": [", names_of(choice.activations_of, units), "]");
+  }
   if (!away.empty()) text += join(", \"offload\": {", away, "}");
   return text + "}";
 }

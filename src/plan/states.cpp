@@ -19,8 +19,7 @@ double moment_bytes(const config::OptimizerPolicy& optimizer) {
   const double eight_bits = 1 + 4.0 / 256;  // a scale for each 256 elements
   if (optimizer.type == "lion") return optimizer.moments == "8bit" ? eight_bits : 4;
   if (optimizer.type == "lars") return 4;
-  // Rows and columns: hundredths of a byte per element of a matrix, on every rank.
-  if (optimizer.type == "adafactor") return 0;
+  if (optimizer.type == "adafactor") return 0;  // rows and columns, counted by flat
   // adam, adamw, lamb
   if (optimizer.moments == "bf16") return 4;
   if (optimizer.moments == "8bit") return 2 * eight_bits;
@@ -35,18 +34,29 @@ Widths widths(const config::PrecisionPolicy& precision, const config::OptimizerP
   w.parameter = bytes_of(precision.parameters);
   w.master = w.parameter == 4 ? 0 : 4;
   w.moments = moment_bytes(optimizer);
+  w.factored = optimizer.type == "adafactor";
   w.accumulator = precision.fp32_accumulation ? 4 : w.parameter;
   w.wire = bytes_of(gradient_dtype);
   return w;
+}
+
+bool may_offload(const config::OptimizerPolicy& optimizer) {
+  const auto& type = optimizer.type;
+  return type != "adafactor" && type != "lamb" && type != "lars";
 }
 
 std::int64_t total(const Accounts& accounts) {
   return std::accumulate(accounts.begin(), accounts.end(), std::int64_t{0});
 }
 
+int shard_ranks(const Choice& choice) {
+  return choice.shard_ranks > 0 ? std::min(choice.shard_ranks, choice.ranks) : choice.ranks;
+}
+
 Split split_of(const Choice& choice) {
-  const int stage = choice.ranks > 1 ? choice.stage : 0;
-  const bool every = choice.ranks > 1 && choice.reduces_every;
+  const int ranks = shard_ranks(choice);
+  const int stage = ranks > 1 ? choice.stage : 0;
+  const bool every = ranks > 1 && choice.reduces_every;
   const bool away = choice.offload.parameters != config::Offload::none;  // runs as at stage 3
   return {
       .optimizer = stage >= 1, .gradients = stage >= 2 && every, .parameters = stage >= 3 || away};
@@ -64,11 +74,21 @@ namespace {
 // Elements whose states a rank keeps.
 std::int64_t count(const std::vector<Flat>& flats, const Choice& choice) {
   const bool split = split_of(choice).optimizer;
+  const int ranks = shard_ranks(choice);
   std::int64_t elements = 0;
   for (const auto& flat : flats) {
-    elements += split ? shard(flat.elements, choice.ranks) : whole(flat.elements, choice.ranks);
+    elements += split ? shard(flat.elements, ranks) : whole(flat.elements, ranks);
   }
   return elements;
+}
+
+// What collectives write beside their values: ranks' shards on their way to a sum; of a sum over
+// replicas one round of all of them, or a segment of each (src/comm/on_cpu.cpp).
+std::int64_t scratch(std::int64_t largest, const Choice& choice) {
+  const int ranks = shard_ranks(choice), replicas = choice.ranks / ranks;
+  std::int64_t bytes = ranks > 1 ? 4 * largest : 0;
+  if (replicas > 1) bytes += 4 * largest / ranks * (replicas > 2 ? 1 : replicas);
+  return bytes;
 }
 
 }  // namespace
@@ -78,18 +98,18 @@ Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widt
   const auto split = split_of(choice);
   const auto away = [](config::Offload place) { return place != config::Offload::none; };
   Accounts held{};
+  const int ranks = shard_ranks(choice);
   std::int64_t largest = 0;
   double states_away =
       away(choice.offload.optimizer)
           ? choice.offload.optimizer_fraction * static_cast<double>(count(flats, choice))
           : 0;
   for (const auto& flat : flats) {
-    const auto mine = shard(flat.elements, choice.ranks);
-    const auto all = whole(flat.elements, choice.ranks);
+    const auto mine = shard(flat.elements, ranks);
+    const auto all = whole(flat.elements, ranks);
     const auto optimized = split.optimizer ? mine : all;
     if (!away(choice.offload.parameters)) {
-      const auto frozen =
-          split.parameters ? shard(flat.frozen, choice.ranks) : whole(flat.frozen, choice.ranks);
+      const auto frozen = split.parameters ? shard(flat.frozen, ranks) : whole(flat.frozen, ranks);
       of(held, Account::parameters) += w.parameter * ((split.parameters ? mine : all) + frozen);
     }
     // Whole flats from the first on, until the fraction is reached.
@@ -99,13 +119,14 @@ Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widt
       of(held, Account::optimizer) +=
           static_cast<std::int64_t>(w.moments * static_cast<double>(optimized));
     }
+    if (w.factored) of(held, Account::optimizer) += 4 * flat.factored;
     states_away -= static_cast<double>(optimized);
     if (!away(choice.offload.gradients)) {
       of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);
     }
     largest = std::max(largest, all);
   }
-  if (choice.ranks > 1) of(held, Account::communication) = 4 * largest;  // scratch of reduces
+  of(held, Account::communication) = scratch(largest, choice);
   return held;
 }
 

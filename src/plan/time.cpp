@@ -7,32 +7,41 @@
 namespace poise::plan {
 namespace {
 
-double share(const Choice& choice) { return (choice.ranks - 1.0) / choice.ranks; }
+double share(int ranks) { return (ranks - 1.0) / ranks; }
 
 // Small matrices do not fill the device.
 double reached(const Machine& machine, double tokens) {
   return machine.device.efficiency * tokens / (tokens + machine.device.half_tokens);
 }
 
-// Time of collectives that move `bytes` out of each rank in `count` calls.
+// Time of collectives among `ranks` that move `bytes` out of each in `count` calls.
 class Links {
  public:
-  explicit Links(const Machine& machine) : machine_(machine) {
+  // Neighbours: a shard group, all of a node's ranks where it does not end there.
+  static Links inside(const Machine& machine, int ranks) {
     const auto& device = machine.device;
-    const bool one_node = machine.ranks <= machine.ranks_per_node;
+    const bool one_node = ranks <= machine.ranks_per_node;
     // Every device of a node has a way out of its own, and rings use all of them.
     const double out = machine.ranks_per_node * device.network_rate;
-    rate_ = 0.8 * (one_node ? device.node_rate : std::min(device.node_rate, out));
-    latency_ = 10e-6 + 1e-6 * std::min(machine.ranks - 1, 256) * (one_node ? 1 : 2);
+    return {ranks, one_node, one_node ? device.node_rate : std::min(device.node_rate, out)};
+  }
+  // The ranks of one place in their shard groups: each uses its own way out.
+  static Links across(const Machine& machine, int ranks, int replicas) {
+    const bool one_node = ranks * replicas <= machine.ranks_per_node;
+    return {replicas, one_node, one_node ? machine.device.node_rate : machine.device.network_rate};
   }
   double seconds(double bytes, double count) const {
-    return machine_.ranks == 1 ? 0 : bytes / rate_ + count * latency_;
+    return ranks_ == 1 ? 0 : bytes / rate_ + count * latency_;
   }
 
  private:
-  const Machine& machine_;
-  double rate_ = 1;
-  double latency_ = 0;
+  Links(int ranks, bool one_node, double rate)
+      : ranks_(ranks),
+        rate_(0.8 * rate),
+        latency_(10e-6 + 1e-6 * std::min(ranks - 1, 256) * (one_node ? 1 : 2)) {}
+
+  int ranks_;
+  double rate_, latency_;
 };
 
 double beyond(double moved, double hidden_by) { return std::max(0.0, moved - hidden_by); }
@@ -55,19 +64,36 @@ double update_away(const Choice& choice, const Widths& w, const Device& device, 
   return std::max({elements * each / device.host_update, link, disk});
 }
 
+// Of what forward saves, in one micro-batch: there while it runs, back while backward does.
+double activation_seconds(const Chain& chain, const Choice& choice, const Device& device) {
+  if (choice.offload.activations == config::Offload::none) return 0;
+  double bytes = 0;
+  std::size_t block = 0;
+  for (const auto& link : chain.links) {
+    const auto place = link.block ? block++ : choice.activations_of.size();
+    const bool named = place < choice.activations_of.size() && choice.activations_of[place];
+    if (!choice.activations_of.empty() && !named) continue;
+    const bool again = link.block && place < choice.recomputed.size() && choice.recomputed[place];
+    bytes += link.away[static_cast<std::size_t>(again ? choice.recompute : Recompute::none)].sent;
+  }
+  // A copy takes time on a CPU, too.
+  if (choice.offload.activations == config::Offload::file) return 2 * bytes / device.file_rate;
+  return 2 * bytes / (device.place == Place::cpu ? device.memory_rate : device.host_rate);
+}
+
 // Parameters come once for forward and once for backward, gradients go as they are made.
 double transfers_beyond(const Choice& choice, const Widths& w, const Device& device,
-                        double elements, double compute) {
+                        double elements, double activations, double compute) {
   const auto k = static_cast<double>(choice.accumulation);
-  const auto ranks = static_cast<double>(choice.ranks);
-  double seconds = 0;
+  const auto ranks = static_cast<double>(shard_ranks(choice));
+  double seconds = k * activations;
   if (choice.offload.parameters != config::Offload::none) {
     const double bytes = (choice.keep_gathered ? 1 : 2 * k) * elements / ranks * w.parameter;
     const bool file = choice.offload.parameters == config::Offload::file;
     seconds += file ? bytes / device.file_rate : host_seconds(device, bytes);
   }
   if (choice.offload.gradients != config::Offload::none) {
-    const double joined = choice.reduces_every && choice.ranks > 1 ? elements / ranks : elements;
+    const double joined = choice.reduces_every ? elements / ranks : elements;
     seconds += host_seconds(device, k * joined * w.accumulator);
   }
   return beyond(seconds, compute);
@@ -76,14 +102,16 @@ double transfers_beyond(const Choice& choice, const Widths& w, const Device& dev
 }  // namespace
 
 Traffic traffic(std::int64_t elements, const Choice& choice, const Widths& w) {
-  if (choice.ranks == 1) return {};
-  const double moved = share(choice) * static_cast<double>(elements);
+  const int ranks = shard_ranks(choice), replicas = choice.ranks / ranks;
+  const double moved = share(ranks) * static_cast<double>(elements);
   const auto windows = static_cast<double>(choice.accumulation);
-  const double reduces = (choice.reduces_every ? windows : 1) * moved * w.wire;
-  if (choice.stage == 0) return {.gathers = moved * w.accumulator, .reduces = reduces};
-  if (choice.stage < 3) return {.gathers = moved * w.parameter, .reduces = reduces};
-  const double times = choice.keep_gathered ? 1 : 2 * windows;
-  return {.gathers = times * moved * w.parameter, .reduces = reduces};
+  Traffic t;
+  // An all-reduce of the shard: there and back.
+  t.across = 2 * share(replicas) * static_cast<double>(elements) / ranks * w.accumulator;
+  t.reduces = (choice.reduces_every ? windows : 1) * moved * w.wire;
+  t.gathers = moved * (choice.stage == 0 ? w.accumulator : w.parameter);
+  if (choice.stage == 3) t.gathers *= choice.keep_gathered ? 1 : 2 * windows;
+  return t;
 }
 
 Time time(const Chain& chain, const Choice& choice, const Widths& widths,
@@ -111,7 +139,8 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
     // Elementwise operations: what was not kept is written and read again.
     bytes_again += 2.0 * static_cast<double>(link.passes[0].saved - pass.saved);
   }
-  for (const auto& flat : chain.flats) elements += whole(flat.elements, choice.ranks);
+  const int ranks = shard_ranks(choice);
+  for (const auto& flat : chain.flats) elements += whole(flat.elements, ranks);
 
   Time t;
   t.forward = k * (flops / rate + bytes / device.memory_rate +
@@ -121,7 +150,7 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
       k * (again / rate + bytes_again / device.memory_rate + links_again * device.overhead / 3);
   const auto split = split_of(choice);
   const auto owned =
-      static_cast<double>(elements) / (split.optimizer ? static_cast<double>(choice.ranks) : 1);
+      static_cast<double>(elements) / (split.optimizer ? static_cast<double>(ranks) : 1);
   const double each = 2.0 * (widths.moments + 4) + widths.accumulator + (widths.master ? 2 : 0);
   const auto& offload = choice.offload;
   const double there = offload.optimizer == config::Offload::none
@@ -130,9 +159,10 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
   t.update = (1 - there) * owned * each / device.memory_rate +
              update_away(choice, widths, device, there * owned, each);
   t.transfers = transfers_beyond(choice, widths, device, static_cast<double>(elements),
+                                 activation_seconds(chain, choice, device),
                                  t.forward + t.backward + t.recompute);
 
-  const Links links(machine);
+  const auto links = Links::inside(machine, ranks);
   const auto calls = static_cast<double>(chain.flats.size());
   const auto moved = traffic(elements, choice, widths);
   const double reduces = links.seconds(moved.reduces, (choice.reduces_every ? k : 1) * calls);
@@ -151,6 +181,8 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
     t.exposed = beyond(reduces, joins_behind) + reduces / std::max(1.0, calls) +
                 links.seconds(moved.gathers, calls);
   }
+  // Sums go to the other shard groups when the window is complete: nothing is left to hide them.
+  t.exposed += Links::across(machine, ranks, choice.ranks / ranks).seconds(moved.across, calls);
   t.total = t.forward + t.backward + t.recompute + t.exposed + t.transfers + t.update;
   return t;
 }

@@ -20,6 +20,15 @@ class Line {
   double share_;
 };
 
+Pass between(const Line& line, const Pass& low, const Pass& high) {
+  return {.saved = line(low.saved, high.saved),
+          .forward_peak = line(low.forward_peak, high.forward_peak),
+          .backward_peak = line(low.backward_peak, high.backward_peak),
+          .again_flops = line(low.again_flops, high.again_flops),
+          .sent = line(low.sent, high.sent),
+          .leaving = line(low.leaving, high.leaving)};
+}
+
 }  // namespace
 
 Chain chain(const Traced& traced, std::int64_t micro_batch) {
@@ -40,12 +49,8 @@ Chain chain(const Traced& traced, std::int64_t micro_batch) {
     auto& link = made.links[i];
     const auto& high = other.links[i];
     for (std::size_t mode = 0; mode < link.passes.size(); ++mode) {
-      auto& pass = link.passes[mode];
-      const auto& larger = high.passes[mode];
-      pass.saved = line(pass.saved, larger.saved);
-      pass.forward_peak = line(pass.forward_peak, larger.forward_peak);
-      pass.backward_peak = line(pass.backward_peak, larger.backward_peak);
-      pass.again_flops = line(pass.again_flops, larger.again_flops);
+      link.passes[mode] = between(line, link.passes[mode], high.passes[mode]);
+      link.away[mode] = between(line, link.away[mode], high.away[mode]);
     }
     link.flops = line(link.flops, high.flops);
     link.moved = line(link.moved, high.moved);

@@ -114,6 +114,53 @@ TEST(Memory, Stage3GathersTheLinkTheNextAndTheRest) {
             4 * (512 + 512 + 1024 + 512));
 }
 
+TEST(Memory, GroupsShardAmongThemselves) {
+  Choice choice;
+  choice.ranks = 8;
+  choice.shard_ranks = 2;
+  choice.stage = 3;
+  choice.reduces_every = true;
+  auto two = choice;
+  two.ranks = 2;
+  two.shard_ranks = 0;
+  const auto groups = memory(toy(), choice, kFp32), alone = memory(toy(), two, kFp32);
+  for (const auto account :
+       {memory::Account::parameters, memory::Account::optimizer, memory::Account::gradients}) {
+    EXPECT_EQ(of(groups.held, account), of(alone.held, account));
+  }
+  EXPECT_EQ(of(groups.at_peak, memory::Account::gathered),
+            of(alone.at_peak, memory::Account::gathered));
+  // Sums of a shard go to three replicas: a segment of each.
+  EXPECT_EQ(of(groups.held, memory::Account::communication), 4 * 1024 + 4 * 512);
+}
+
+TEST(Memory, WhatIsOffloadedOfActivationsIsNotKept) {
+  auto chain = toy();
+  for (auto& link : chain.links) link.away.fill(pass(5, 60, 80));
+  Choice choice;
+  choice.offload.activations = config::Offload::host;
+  // Backward of the last block: 2 x 5 + 7 + 80.
+  EXPECT_EQ(of(memory(chain, choice, kFp32).at_peak, memory::Account::activations), 97);
+  choice.activations_of = {true, false, false};
+  // That of two blocks stays, and the head's: 5 + 2 x 100 + 90.
+  EXPECT_EQ(of(memory(chain, choice, kFp32).at_peak, memory::Account::activations), 295);
+}
+
+TEST(Memory, FactoredMomentsAreWholeOnEveryRank) {
+  config::OptimizerPolicy adafactor;
+  adafactor.type = "adafactor";
+  const auto w = widths({}, adafactor);
+  const std::vector<Flat> flats{{"a", 512, 0, 48}, {"rest", 256, 0, 32}};
+  Choice choice;
+  EXPECT_EQ(of(states(flats, choice, w), memory::Account::optimizer), 4 * 80);
+  choice.ranks = 2;
+  choice.stage = 1;
+  EXPECT_EQ(of(states(flats, choice, w), memory::Account::optimizer), 4 * 80);
+  EXPECT_EQ(of(states(flats, choice, kFp32), memory::Account::optimizer), 8 * (256 + 256));
+  EXPECT_FALSE(may_offload(adafactor));
+  EXPECT_TRUE(may_offload({}));
+}
+
 TEST(Memory, WidthsFollowThePrecision) {
   config::PrecisionPolicy precision;
   config::OptimizerPolicy optimizer;

@@ -102,6 +102,57 @@ TEST(Search, BatchesThatCannotBeSplitShowTheNearest) {
   EXPECT_THAT([&] { search(job); }, ThrowsMessage<Error>(HasSubstr("1, 2, 4, 8")));
 }
 
+TEST(Search, GroupsOfANodeAreSearchedAndPayWhereTheNetworkIsSlow) {
+  auto job = job_of("llama-3-8b", "64xA100-80GB");
+  job.global_batch = 1024;
+  job.micro_batch = 1;  // gathers in each of 16, sums across once
+  job.stages = {3};
+  job.machine.device.network_rate = 1e9;
+  const auto free = search(job);
+  ASSERT_TRUE(free.fits);
+  EXPECT_EQ(shard_ranks(free.best.choice), 8);
+  job.shard_ranks = {64};
+  const auto all = search(job);
+  EXPECT_LT(free.best.time.total, all.best.time.total);
+  EXPECT_LT(all.best.memory.held[0], free.best.memory.held[0]);
+  job.shard_ranks = {6};
+  EXPECT_THAT([&] { search(job); }, ThrowsMessage<Error>(HasSubstr("groups of 6 ranks")));
+}
+
+TEST(Search, TrafficOfGroups) {
+  Choice choice;
+  choice.ranks = 16;
+  choice.shard_ranks = 4;
+  choice.stage = 3;
+  choice.reduces_every = true;
+  choice.accumulation = 2;
+  const auto moved = traffic(1600, choice, {});
+  EXPECT_DOUBLE_EQ(moved.gathers, 2 * 2 * 0.75 * 1600 * 4);
+  EXPECT_DOUBLE_EQ(moved.reduces, 2 * 0.75 * 1600 * 4);
+  EXPECT_DOUBLE_EQ(moved.across, 2 * 0.75 * 400 * 4);  // once, of a shard, among four
+}
+
+TEST(Search, ActivationsAreOffloadedWhereThatIsAllThatHelps) {
+  auto job = job_of("llama-3.2-1b", "1xA100-40GB");
+  job.sequence = 32768;
+  job.global_batch = 1;
+  job.searches_recompute = false;
+  const auto without = search(job);
+  job.offloads.resize(2);
+  job.offloads[1].activations = config::Offload::host;
+  const auto with = search(job);
+  EXPECT_LT(with.floor, without.floor);
+  job.budget = with.floor;
+  const auto tight = search(job);
+  ASSERT_TRUE(tight.fits);
+  EXPECT_EQ(tight.best.choice.offload.activations, config::Offload::host);
+  EXPECT_GT(tight.best.time.transfers, 0);
+  EXPECT_THAT(settings(tight.best.choice), HasSubstr("\"activations\": \"host\""));
+  auto some = tight.best.choice;
+  some.activations_of = {false, true, true};
+  EXPECT_THAT(settings(some), HasSubstr("\"activation_units\": [\"blocks.1\", \"blocks.2\"]"));
+}
+
 TEST(Search, WhatIsFixedStays) {
   auto job = job_of("gpt2", "4xA100-40GB");
   job.stages = {2};

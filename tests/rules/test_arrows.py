@@ -60,8 +60,12 @@ BASE = {
     "memory_accounts.h",
     "version.h",
 }
-# Rooms with two doors.
-FURTHER_DOORS = {"stream.h": "core", "model_files.h": "state", "window_dropped.h": "engine"}
+FURTHER_DOORS = {  # rooms with two doors
+    "stream.h": "core",
+    "model_files.h": "state",
+    "window_dropped.h": "engine",
+    "module_plan.h": "engine",
+}
 TORCH_FREE = ("base", "config", "kernels", "plan")
 TORCH = ("ATen/", "torch/", "c10/", "caffe2/")
 

@@ -1,0 +1,290 @@
+"""A model of Python as the planner's chain: traced without memory, or measured where it looks at values."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from poise import fake_trace, trace
+from poise._C import Error, PlanLink, PlanTraced
+from poise.fake_trace import Traced
+
+logger = logging.getLogger("poise")
+
+ALIGNMENT = 256  # elements that a parameter's place is a multiple of
+PRECISIONS = {  # name: dtype of forward, of parameters
+    "fp32": ("fp32", "fp32"),
+    "bf16": ("bf16", "bf16"),
+    "bf16-autocast": ("bf16", "fp32"),
+}
+
+
+Runs = dict[tuple[int, bool], Traced]  # by samples, and whether all blocks are recomputed
+Blocks = list[tuple[str, nn.Module]]
+
+
+def traced(
+    model: nn.Module,
+    sample: Any,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    blocks: Blocks,
+    precision: str,
+    sizes: list[int],
+    notes: list[str],
+    *,
+    away: bool = False,
+) -> tuple[PlanTraced, str]:
+    """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too."""
+    loss_of = loss_fn or _loss_of(model)
+    try:
+        chain = by_fake_tensors(model, sample, loss_of, blocks, precision, sizes, away=away)
+        return chain, "fake tensors"
+    except fake_trace.Untraceable as error:
+        notes.append(f"{error}; a copy of it was run on real samples instead")
+        logger.warning("%s", notes[-1])
+    runs = _measured(model, sample, loss_fn, units_of(blocks), precision, sizes[:2])
+    return _chain(model, blocks, sizes[:2], runs, {}), "a measured micro-batch"
+
+
+def by_fake_tensors(
+    model: nn.Module,
+    sample: Any,
+    loss_of: Callable[[Any], torch.Tensor],
+    blocks: Blocks,
+    precision: str,
+    sizes: list[int],
+    *,
+    away: bool = False,
+) -> PlanTraced:
+    """The model at so many samples, without memory. Raises fake_trace.Untraceable."""
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    autocast = torch.bfloat16 if precision == "bf16-autocast" else None
+
+    def run(size: int, *, recomputed: bool = False, away: bool = False) -> Traced:
+        return fake_trace.trace(
+            model,
+            loss_of,
+            _resized(sample, size),
+            blocks=blocks,
+            recomputed=recomputed,
+            dtype=dtype,
+            autocast=autocast,
+            away=away,
+        )
+
+    runs = {(size, again): run(size, recomputed=again) for size in sizes for again in (False, True)}
+    sent = {size: run(size, away=True) for size in sizes} if away else {}
+    return _chain(model, blocks, sizes, runs, sent)
+
+
+def _chain(
+    model: nn.Module, blocks: Blocks, sizes: list[int], runs: Runs, sent: dict[int, Traced]
+) -> PlanTraced:
+    flats, rest, places = flats_of(model, blocks)
+    names = runs[sizes[0], False].names
+
+    def links(size: int) -> list[PlanLink]:
+        kept, again, gone = runs[size, False], runs[size, True], sent.get(size)
+        return [
+            _link(kept, again, gone, i, places, is_block=len(names) > 1) for i in range(len(names))
+        ]
+
+    return PlanTraced(flats, rest, sizes, [links(size) for size in sizes])
+
+
+def sizes_of(most: int, fixed: int | None) -> list[int]:
+    """Micro-batches to trace: peaks bend where activations outgrow gradients of weights."""
+    if fixed is not None:
+        return [fixed]
+    return sorted({size for size in (1, 2, 4, 16, 64) if size < most} | {most})
+
+
+def precision_of(settings: Mapping[str, Any]) -> str:
+    """The name in PRECISIONS of a configuration's section."""
+    if settings["dtype"] == "fp32":
+        return "fp32"
+    return (
+        "bf16-autocast" if settings["parameters"] == "fp32" else "bf16"
+    )  # fp16 holds as many bytes
+
+
+def units_of(blocks: Blocks) -> list[str]:
+    """Names of the blocks, as Engine's `units` takes them."""
+    return [name for name, _ in blocks]
+
+
+def _link(
+    kept: Traced,
+    again: Traced,
+    sent: Traced | None,
+    i: int,
+    places: dict[str, int],
+    *,
+    is_block: bool,
+) -> PlanLink:
+    name = kept.names[i]
+    inside = is_block and 0 < i < len(kept.names) - 1
+    # A model seen as one link recomputes all of its blocks or none.
+    block = inside or (not is_block and bool(places))
+    return PlanLink(
+        name,
+        places.get(name, -1),
+        block,
+        _bytes(kept.links[i]),
+        _bytes((again if block else kept).links[i]),
+        kept.flops[i],
+        kept.moved[i],
+        [] if sent is None else [_sent(sent, i), _input_sent((again if block else kept).links[i])],
+    )
+
+
+def _bytes(link: trace.Link) -> list[int]:
+    return [link.saved, link.forward_peak, link.backward_peak]
+
+
+def _sent(traced: Traced, i: int) -> list[int]:
+    return [*_bytes(traced.links[i]), round(traced.sent[i])]
+
+
+def _input_sent(link: trace.Link) -> list[int]:
+    """Of a recomputed block, which saves its input: it leaves, and two more are on their way back."""
+    return [0, link.forward_peak, link.backward_peak + 2 * link.saved, link.saved]
+
+
+def flats_of(
+    model: nn.Module, blocks: Blocks
+) -> tuple[list[tuple[str, int, int, int]], int, dict[str, int]]:
+    """(name, elements that train, frozen ones, rows and columns of those that train) of each block and
+    of the rest; places by name."""
+    seen: set[int] = set()
+    flats: list[tuple[str, int, int, int]] = []
+    places = {}
+
+    def add(name: str, parameters: Any) -> None:
+        sizes, factored = [0, 0], 0
+        for parameter in parameters:
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            sizes[not parameter.requires_grad] += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            factored += _factored(parameter) if parameter.requires_grad else 0
+        flats.append((name, *sizes, factored))
+
+    for name, module in blocks:
+        places[name] = len(flats)
+        add(name, module.parameters())
+    add("rest", model.parameters())
+    return flats, len(flats) - 1, places
+
+
+def _factored(parameter: torch.Tensor) -> int:
+    """Elements of factored moments: rows and columns of the last two dimensions."""
+    if parameter.dim() < 2:
+        return parameter.numel()
+    rows, columns = parameter.shape[-2:]
+    return parameter.numel() // max(1, columns) + parameter.numel() // max(1, rows)
+
+
+def _loss_of(model: nn.Module) -> Callable[[Any], torch.Tensor]:
+    def loss(batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("loss")
+        if found is None:
+            found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        return found.float().mean()
+
+    return loss
+
+
+def rows_of(sample: Any) -> int:
+    for leaf in tree_leaves(sample):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise Error("[plan] the sample holds no tensor with samples; give a batch of the data")
+
+
+def _resized(sample: Any, size: int) -> Any:
+    """As many samples, of the meta device: shapes and types alone."""
+    rows = rows_of(sample)
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape and shape[0] == rows:
+            shape[0] = size
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    return tree_map(resize, sample)
+
+
+def may_split(model: nn.Module, separable: bool | None) -> bool:
+    if separable is not None:
+        return separable
+    return not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def kept_micro_batch(mine: int, rows: int, notes: list[str]) -> int:
+    size = max(n for n in range(1, min(rows, mine) + 1) if mine % n == 0)
+    notes.append(
+        f"the model has BatchNorm layers, which see one micro-batch: it stays {size}, that of the "
+        "sample; separable_loss=True releases it"
+    )
+    return size
+
+
+def _measured(
+    model: nn.Module,
+    sample: Any,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    units: list[str],
+    precision: str,
+    sizes: list[int],
+) -> Runs:
+    """Real micro-batches of a copy of the model, with all blocks recomputed and with none."""
+    from poise.engine import Engine
+
+    if loss_fn is not None:
+        raise Error(
+            "[plan] the model cannot run without data and a loss_fn of its own cannot be given a "
+            "copy of it; give a model that returns its loss, or plan with poise.Trainer, which "
+            "measures the model itself"
+        )
+    copied = copy.deepcopy(model)
+    dtype, parameters = PRECISIONS[precision]
+    engine = Engine(copied, {"precision": {"dtype": dtype, "parameters": parameters}}, units=units)
+    loss_of = _loss_of(copied)
+    rows, runs = rows_of(sample), {}
+    names = ["the embedding", *units, "the head"]
+    flops = 2.0 * sum(p.numel() for p in model.parameters())
+    for size in sizes:
+        batch = tree_map(
+            lambda leaf, size=size: (
+                leaf[[i % rows for i in range(size)]]
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+                else leaf
+            ),
+            sample,
+        )
+        for recomputed in (False, True):
+            policy = {"policy": "first_m", "n": len(units)} if recomputed and units else None
+            engine.set_checkpointing(policy or {"policy": "none"})
+            found = trace.measure(engine, batch, lambda b: (loss_of(b), 1))
+            links = found.links
+            shown = names if len(links) == len(names) else ["the model"]
+            each, nothing = [size * flops / len(links)] * len(links), [0.0] * len(links)
+            runs[size, recomputed] = Traced(shown, links, each, nothing, nothing)
+    return runs
