@@ -180,7 +180,11 @@ class _Fit:
         """
         engine.set_checkpointing(policy)
         points: list[tuple[int, Trace]] = []
+        several = engine.group.size > 1  # where no trial may run out of memory
         for size in sizes[:2]:
+            if several and points and budget is not None:
+                if _agreed(engine.group, [_at_most(points[-1], size)])[0] > budget:
+                    break
             try:
                 points.append((size, _timed(engine, batch_of(size), loss_fn)))
             except torch.OutOfMemoryError:
@@ -194,7 +198,10 @@ class _Fit:
             return fit
         held = sum(fit.held.values())
         room = LARGE_SHARE * budget
-        peaks = _agreed(engine.group, [float(held + _peak(fit.links(size))) for size in sizes[2:]])
+        expected = [float(held + _peak(fit.links(size))) for size in sizes[2:]]
+        if several:
+            expected = [_at_most(points[-1], size) for size in sizes[2:]]
+        peaks = _agreed(engine.group, expected)
         fitting = [size for size, peak in zip(sizes[2:], peaks, strict=True) if peak <= room]
         if not fitting:
             return fit
@@ -244,6 +251,13 @@ class _Fit:
         if high[0] == low[0]:
             return at_low
         return at_low + (at_high - at_low) * (size - low[0]) // (high[0] - low[0])
+
+
+def _at_most(point: tuple[int, Trace], size: int) -> float:
+    """What a larger micro-batch holds at most: what is beside states grows no faster than its samples,
+    being the largest of sums of a constant and a part for each."""
+    known, trace_of = point
+    return sum(trace_of.held.values()) + _peak(trace_of.links) * size / known
 
 
 def _timed(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:

@@ -19,8 +19,10 @@ from poise import (
     generators,
     imported,
     model_view,
+    placement,
     ranks,
     run_data,
+    traced_model,
     trainer_balance,
     trainer_data,
 )
@@ -142,18 +144,61 @@ class _Run:
                 "[cli] batch.micro_batch_size is left open, but the train_dataset of model.import is "
                 "a stream, which would lose what the planner reads; set it"
             )
-        self._engine = Engine(self._model, self._file.config)
-        self._model.train()
         random = generators.Snapshot()  # the run draws as if nothing had been tried
         sample = next(self._data.windows)[0]  # of one sample
+        places = self._placements(sample)
+        for place in places:
+            settings["offload"]["optimizer"] = place.optimizer
+            self._engine = Engine(self._model, settings)
+            self._model.train()
+            try:
+                self._found = self._balance_of(sample)
+                break
+            except balance.NothingFits:
+                if place is places[-1]:
+                    raise
+            placement.unmake(self._engine)
+        random.restore()
+        chosen = self._found.chosen
+        batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
+        self._engine.set_accumulation(self._accumulation)
+        settings["checkpointing"] = self._engine.checkpointing
+        self._report.balanced(chosen.accumulation)
+        self._data = run_data.of_run(made, settings, self._accumulation, self._file.given)
+        budget, where = settings["memory"]["budget_bytes"], place.describe(1)
+        for line in trainer_balance.lines(self._found, budget, where):
+            self._report.note(line)
+
+    def _placements(self, sample: Any) -> list[placement.Placement]:
+        """The optimizer's states lie on the host where nothing fits otherwise, unless the file says."""
+        settings = self._settings
+        optimizer, where = settings["optimizer"], settings["offload"]["optimizer"]
+        is_open = "offload.optimizer" not in self._file.given and where == "none"
+        may_leave = optimizer["type"] in placement.OFFLOADED_OPTIMIZERS
+        task = placement.Task(
+            1,
+            self._device,
+            optimizer["type"],
+            optimizer["momentum"],
+            optimizer["moments"],
+            traced_model.precision_of(settings["precision"]),
+            settings["batch"]["global_batch_size"],
+            settings["memory"]["budget_bytes"],
+        )
+        found = placement.choices([0], ["none", "host"] if is_open and may_leave else [where])
+        blocks = model_view.find_units(self._model)
+        return placement.in_order(found, task, self._model, blocks, lambda: sample, self._loss)
+
+    def _balance_of(self, sample: Any) -> balance.Balance:
+        settings = self._settings
 
         def batch_of(size: int) -> Any:
             return tree_map(
                 lambda v: v.expand(size, *v.shape[1:]) if isinstance(v, torch.Tensor) else v, sample
             )
 
-        samples = batch["global_batch_size"]
-        self._found = balance.find(
+        samples = settings["batch"]["global_batch_size"]
+        return balance.find(
             self._engine,
             batch_of,
             self._loss,
@@ -163,15 +208,6 @@ class _Run:
                 self._engine, None, self._call, lambda: self._loss(sample), samples
             ),
         )
-        random.restore()
-        chosen = self._found.chosen
-        batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
-        self._engine.set_accumulation(self._accumulation)
-        settings["checkpointing"] = self._engine.checkpointing
-        self._report.balanced(chosen.accumulation)
-        self._data = run_data.of_run(made, settings, self._accumulation, self._file.given)
-        for line in trainer_balance.lines(self._found, settings["memory"]["budget_bytes"]):
-            self._report.note(line)
 
     def _loop(self) -> None:
         train = self._settings["train"]

@@ -20,6 +20,7 @@ from poise import (
     meta,
     model_choice,
     model_view,
+    placement,
     ranks,
     torch_optimizer,
     trackers,
@@ -29,7 +30,7 @@ from poise import (
 )
 from poise._C import Error, StepResult
 from poise.accelerator_view import AcceleratorView
-from poise.balance import Balance
+from poise.balance import Balance, NothingFits
 from poise.best_model import BestModel
 from poise.callbacks import TrainerControl, TrainerState
 from poise.chunked_head import ChunkedHead
@@ -42,6 +43,7 @@ from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.model_call import ModelCall
+from poise.placement import Placement
 from poise.prediction import EvalPrediction
 from poise.profiling import Profiling
 from poise.progress import Progress
@@ -56,6 +58,9 @@ from poise.trainer_saving import TrainerSaves
 from poise.training_arguments import TrainingArguments
 from poise.two_part_loss import whole
 from poise.update import step
+
+# What a subclass may make an optimizer or a scheduler of torch in.
+MAKES_OPTIMIZER = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
 
 
 class TrainOutput(NamedTuple):
@@ -182,9 +187,10 @@ class Trainer(TrainerEvaluation):
             stack.enter_context(ranks.told_to_others(self._group))
             stack.enter_context(ranks.only_first_logs(self._group))
             stack.enter_context(model_choice.without_cache(self.model))
-            self._make_engine(run.updates)
-            found = self._find_balance() if args.balance_is_open else None
-            if found is not None:
+            found = self._find_balance(run.updates) if args.balance_is_open else None
+            if found is None:
+                self._make_engine(run.updates)
+            else:
                 args = self.args
                 windows = trainer_data.train_windows(data, args, self._collate())
             stack.enter_context(contextlib.closing(windows))
@@ -214,7 +220,8 @@ class Trainer(TrainerEvaluation):
                 if found and found.may_split
                 else None
             )
-            for line in trainer_balance.lines(found, args.memory_budget) if found else ():
+            where = placement.of(args).describe(self._group.size)
+            for line in trainer_balance.lines(found, args.memory_budget, where) if found else ():
                 log.note(line)
             profiling = stack.enter_context(
                 contextlib.closing(Profiling(args.profile_steps if first else None, folder))
@@ -295,12 +302,15 @@ class Trainer(TrainerEvaluation):
         if self._torch is None and Freezing.is_possible(self.engine, config):
             self._freezing = Freezing(self.engine, config, self.engine.updates)
 
+    def _makes_no_torch_optimizer(self) -> bool:
+        theirs = self._given_optimizers != (None, None) or self.args.deepspeed is not None
+        return not theirs and not any(self._overrides(name) for name in MAKES_OPTIMIZER)
+
     def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
         """Where somebody gave or makes an optimizer or a scheduler of torch."""
         given, self.lr_scheduler = self._given_optimizers
         self.optimizer = given if self.engine is None else self.optimizer
-        own = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
-        if not any(self._overrides(name) for name in own):
+        if not any(self._overrides(name) for name in MAKES_OPTIMIZER):
             if self.optimizer is None:
                 self.optimizer = of_trainer.optimizer(self.model, self.args)
             if self.lr_scheduler is None and of_trainer.has_scheduler(self.args):
@@ -409,19 +419,40 @@ class Trainer(TrainerEvaluation):
             self._evaluate_and_log(log)
         return True
 
-    def _find_balance(self) -> Balance:
-        found = trainer_balance.find(
-            self.engine,
-            self.args,
-            self.train_dataset,
-            self._collate(),
-            self._call,
-            self._whole_loss,
-        )
-        chosen = found.chosen
-        policy = self.engine.checkpointing
-        self.args = self.args.with_balance(chosen.micro_batch, policy)
+    def _find_balance(self, updates: int) -> Balance:
+        """Makes the engine; anew where nothing fits while states lie as they were planned to."""
+        given = self.args
+        places = self._placements()
+        for place in places:
+            self.args = given.placed(place)
+            self._make_engine(updates)
+            try:
+                found = trainer_balance.find(
+                    self.engine,
+                    self.args,
+                    self.train_dataset,
+                    self._collate(),
+                    self._call,
+                    self._whole_loss,
+                    warns=place is places[-1],
+                )
+                break
+            except NothingFits:
+                if place is places[-1]:
+                    raise
+            placement.unmake(self.engine)
+            self.engine = None
+        self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
         return found
+
+    def _placements(self) -> list[Placement]:
+        """One alone where somebody else keeps the optimizer, or an earlier run's engine goes on."""
+        own = self.engine is None and self._makes_no_torch_optimizer()
+        if not own or len(self.args.open_placements) == 1:
+            return [placement.of(self.args)]
+        return trainer_balance.placements(
+            self.args, self.model, self._units, self.train_dataset, self._collate(), self._loss_of
+        )
 
     def _use(self) -> dict[str, Any]:
         """What a run's log compares with: what the device has, what the engine has done."""

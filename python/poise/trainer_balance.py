@@ -12,11 +12,21 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from poise import balance, generators, ranks, trace, trainer_data
+from poise import (
+    balance,
+    generators,
+    model_view,
+    placement,
+    ranks,
+    trace,
+    traced_model,
+    trainer_data,
+)
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.loss import Loss
 from poise.model_call import ModelCall
+from poise.placement import Placement
 from poise.training_arguments import TrainingArguments
 
 logger = logging.getLogger("poise")
@@ -42,15 +52,18 @@ def find(
     collate: Callable | None,
     call: ModelCall,
     loss_fn: Callable[[Any], Loss],
+    *,
+    warns: bool = True,
 ) -> balance.Balance:
     """What the arguments leave open, for this model and data; all ranks.
 
     Reading samples and collating them may draw random numbers: the run draws what it would without.
+    Where nothing fits and args.on_misfit is warn, the smallest there is, unless `warns` is off.
     """
     check_data(dataset, args)
     random = generators.Snapshot()
     try:
-        return _find(engine, args, dataset, collate, call, loss_fn)
+        return _find(engine, args, dataset, collate, call, loss_fn, warns)
     finally:
         random.restore()
 
@@ -62,6 +75,7 @@ def _find(
     collate: Callable | None,
     call: ModelCall,
     loss_fn: Callable[[Any], Loss],
+    warns: bool,
 ) -> balance.Balance:
     sample = _longest(dataset, args, collate)
     samples = args.global_batch_size // args.world_size
@@ -83,11 +97,63 @@ def _find(
         )
         return dataclasses.replace(found, may_split=sizes is None)
     except balance.NothingFits as error:
-        if args.on_misfit == "refuse" or error.smallest is None:
+        if args.on_misfit == "refuse" or error.smallest is None or not warns:
             raise
         logger.warning("%s; it begins all the same, since on_misfit is warn", error)
         engine.set_checkpointing(error.smallest.checkpointing)
         return balance.Balance(error.smallest, {}, None, [error.smallest], 1, sizes is None)
+
+
+def placements(
+    args: TrainingArguments,
+    model: nn.Module,
+    units: model_view.UnitChoice,
+    dataset: Any,
+    collate: Callable | None,
+    loss_fn: Callable[[Any], Loss],
+) -> list[Placement]:
+    """Where states may lie, the most promising first; all ranks find the same.
+
+    Raises Error where they do not fit the budget wherever they lie.
+    """
+    check_data(dataset, args)
+    task = placement.Task(
+        args.world_size,
+        args.device,
+        args.engine_optimizer,
+        0.9 if args.engine_optimizer == "lars" else 0.0,
+        args.engine_moments,
+        "bf16-autocast" if args.autocast_dtype is not None else "fp32",
+        args.global_batch_size,
+        _bytes(args.memory_budget),
+        0 if traced_model.may_split(model, args.separable_loss) else _usual(args),
+        args.zero_shard_group_size,
+    )
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        loss = loss_fn(batch)
+        return loss.value.sum() if loss.kind == "per_token" else loss.value
+
+    def sample() -> Any:
+        return (collate or default_collate)([_longest(dataset, args, collate)])
+
+    found, blocks = args.open_placements, model_view.find_units(model, units)
+    if model_view.is_compiled(model):  # its blocks cannot be run one by one
+        found = [place for place in found if place.stage < 3]
+    random = generators.Snapshot()
+    try:
+        return placement.in_order(found, task, model, blocks, sample, loss_of)
+    finally:
+        random.restore()
+
+
+def _usual(args: TrainingArguments) -> int:
+    """The micro-batch where it may not be chosen."""
+    return _largest_usual(args.global_batch_size // args.world_size)
+
+
+def _largest_usual(samples: int) -> int:
+    return max(n for n in range(1, USUAL_MICRO_BATCH + 1) if samples % n == 0)
 
 
 def micro_batches(
@@ -108,7 +174,7 @@ def micro_batches(
     """
     if _may_split(engine, separable, call, try_loss):
         return None
-    return [max(n for n in range(1, USUAL_MICRO_BATCH + 1) if samples % n == 0)]
+    return [_largest_usual(samples)]
 
 
 def check_data(dataset: Any, args: TrainingArguments) -> None:
@@ -126,14 +192,14 @@ def check_data(dataset: Any, args: TrainingArguments) -> None:
         )
 
 
-def lines(found: balance.Balance, budget: int | str) -> list[str]:
-    """For people, before the first update."""
+def lines(found: balance.Balance, budget: int | str, where: str = "") -> list[str]:
+    """For people, before the first update; `where`: states lie (Placement.describe)."""
     best = found.chosen
     text = [
         f"  plan: {found.candidates} candidates; the fastest that fits "
         f"{format_bytes(_bytes(budget))} holds {format_bytes(best.peak)}: micro-batch "
         f"{best.micro_batch} x accumulation {best.accumulation}, {best.recomputed} blocks recomputed, "
-        f"about {best.seconds:.3g} s of forward and backward an update"
+        f"about {best.seconds:.3g} s of forward and backward an update{where}"
     ]
     for other in found.front:
         if other.peak < best.peak:

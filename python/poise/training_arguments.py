@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from poise import arguments, ranks, schedule_arguments
+from poise import arguments, placement, ranks, schedule_arguments
 from poise._C import Error
 from poise.deepspeed import of_trainer
+from poise.placement import Placement
 from poise.profiling import Steps, read_steps
 
 OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the states
@@ -207,6 +208,27 @@ class TrainingArguments(_Arguments):
     def recompute_is_open(self) -> bool:
         """Whether a found balance may recompute blocks: nothing was said about it."""
         return not {"gradient_checkpointing", "checkpointing"} & self._given
+
+    @property
+    def open_placements(self) -> list[Placement]:
+        """Ways to lay states out that a found balance may choose from: stages where there are several
+        ranks, the host for the optimizer's states where they may leave; what was given stays."""
+        theirs = self.deepspeed is not None
+        sharding = {"zero_stage", "fsdp", "zero_keep_gathered"} & self._given
+        stays = self.world_size == 1 or theirs or sharding or self.zero_stage > 0
+        stages = [self.zero_stage] if stays else [0, 1, 2, 3]
+        away = self.engine_optimizer in placement.OFFLOADED_OPTIMIZERS
+        fixed = theirs or "offload_optimizer" in self._given or self.offload_optimizer != "none"
+        places = [self.offload_optimizer] if fixed or not away else ["none", "host"]
+        return placement.choices(stages, places)
+
+    def placed(self, place: Placement) -> TrainingArguments:
+        """The same arguments with states laid out like that."""
+        found = copy.copy(self)
+        found.zero_stage, found.offload_optimizer = place.stage, place.optimizer
+        found.zero_keep_gathered = self.zero_keep_gathered or place.keep_gathered
+        found._check()
+        return found
 
     def with_balance(self, micro_batch: int, checkpointing: Mapping[str, Any]) -> TrainingArguments:
         """The same arguments with a balance that was found."""

@@ -255,7 +255,7 @@ def test_a_budget_below_the_floor_names_it(tmp_path):
     assert smallest.micro_batch == 1
     assert engine.checkpointing["policy"] == "none"
     with pytest.raises(poise.Error, match="micro-batch of 1 with every block recomputed ran out"):
-        train(tmp_path, memory_budget=790_000)
+        train(tmp_path, memory_budget=790_000, offload_optimizer="none")
 
 
 def test_data_with_batches_of_its_own_cannot_be_split(tmp_path):

@@ -1,0 +1,225 @@
+"""Where states lie: the stage of ZeRO and the optimizer's place, as far as a run's settings leave them open.
+
+What they take on each rank follows from the parameters alone; how fast they are is planned from a trace
+of the model without memory, before anything is allocated. What lies on the host is slower to update and
+outside of the budget, so it comes after all else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from poise import fake_trace, traced_model
+from poise._C import Error, PlanJob, PlanLink, PlanTraced, format_bytes, known_devices
+from poise._C import plan_search as search
+from poise.engine import Engine
+
+logger = logging.getLogger("poise")
+
+# Those whose update needs sums over whole parameters stay on the device.
+OFFLOADED_OPTIMIZERS = ("adamw", "adam", "lion", "sgd")
+SURE_SHARE = 0.95  # of the budget: what operations take inside is not traced
+UNKNOWN_GPU = "A100-80GB"  # its rates order placements on a GPU that is not in the table
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A way to lay states out.
+
+    Attributes:
+      stage, keep_gathered: of ZeRO.
+      optimizer: where masters and moments lie: none (the device), host, file.
+    """
+
+    stage: int = 0
+    keep_gathered: bool = False
+    optimizer: str = "none"
+
+    def describe(self, ranks: int) -> str:
+        """ "; stage 2, optimizer states on the host"; empty where there is nothing to say."""
+        parts = [f"stage {self.stage}"] if ranks > 1 else []
+        parts += ["parameters kept for the window"] if self.keep_gathered else []
+        parts += ["optimizer states on the host"] if self.optimizer == "host" else []
+        return f"; {', '.join(parts)}" if parts else ""
+
+
+def of(args: Any) -> Placement:
+    """That of a Trainer's arguments."""
+    return Placement(args.zero_stage, args.zero_keep_gathered, args.offload_optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run is, for a plan of it: the optimizer, the precision ("fp32", "bf16" or "bf16-autocast"),
+    samples of an update on all ranks, bytes of each rank, the micro-batch where it must stay."""
+
+    ranks: int
+    device: torch.device
+    optimizer: str
+    momentum: float
+    moments: str
+    precision: str
+    global_batch: int
+    budget: int
+    micro_batch: int = 0
+    shard_ranks: int = 0  # of a group that shards; 0: all
+
+    def job(self) -> PlanJob:
+        job = PlanJob()
+        job.run_on(f"{self.ranks}x{_device_name(self.device)}", _per_node(self.ranks), 0, 0)
+        job.compute_in(*traced_model.PRECISIONS[self.precision])
+        job.optimize_with(self.optimizer, self.momentum, self.moments)
+        job.global_batch, job.budget = self.global_batch, self.budget
+        job.micro_batch, job.sequence = self.micro_batch, 1
+        job.shard_ranks = [self.shard_ranks or self.ranks]
+        job.threads = torch.get_num_threads()
+        return job
+
+
+def choices(stages: Sequence[int], optimizers: Sequence[str]) -> list[Placement]:
+    """All combinations, in the order they are wanted in where nothing is known of their time."""
+    return [
+        Placement(stage, False, place) for place, stage in itertools.product(optimizers, stages)
+    ]
+
+
+def in_order(
+    found: Sequence[Placement],
+    task: Task,
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    sample_of: Callable[[], Any],
+    loss_of: Callable[[Any], torch.Tensor],
+) -> list[Placement]:
+    """Those that may fit, the most promising first: the fastest plan that fits, what needs least at last.
+
+    Args:
+      found: to choose from, in the order they are wanted in where their time is not known.
+      task: what the run is.
+      model, blocks: and its blocks by name.
+      sample_of: makes a batch of the longest kind, where one is needed.
+      loss_of: gives the scalar loss of a batch.
+
+    Raises:
+      Error: where states alone take more than the budget, whatever the placement.
+    """
+    if len(found) == 1:
+        return list(found)
+    held = {place: _held(place, task, model, blocks) for place in found}
+    possible = [place for place in found if held[place] < task.budget]
+    if not possible:
+        least = min(held.values())
+        raise Error(
+            f"[plan] parameters, gradients and optimizer states alone take {format_bytes(least)} of the "
+            f"{format_bytes(task.budget)} that were given, however they are sharded and wherever the "
+            "optimizer's lie; raise memory_budget, or shard over more ranks"
+        )
+    if len({place.stage for place in possible}) == 1:
+        return possible
+    try:
+        return _planned(possible, task, model, blocks, sample_of(), loss_of)
+    except fake_trace.Untraceable as error:
+        logger.warning("%s; the lowest stage that holds the states is tried first", error)
+        return possible
+
+
+def unmake(engine: Engine) -> None:
+    """Gives the model back as it was before the engine, which trained nothing: 16-bit parameters get
+    the values that their masters were made from. All ranks."""
+    masters = [
+        (parameter, engine.master(parameter).detach().clone())
+        for parameter in engine.model.parameters()
+        if parameter.requires_grad and parameter.dtype != torch.float32
+    ]
+    engine.give_back()
+    for parameter, master in masters:
+        parameter.data = master
+
+
+def _held(
+    place: Placement, task: Task, model: nn.Module, blocks: list[tuple[str, nn.Module]]
+) -> int:
+    """Bytes of states on each rank."""
+    flats, rest, _ = traced_model.flats_of(model, blocks)
+    nothing = PlanLink("the model", -1, False, [0, 0, 0], [0, 0, 0], 0, 0)
+    job = task.job()
+    job.trace(type(model).__name__, PlanTraced(flats, rest, [1], [[nothing]]))
+    return sum(_searched(job, place).best.held.values())
+
+
+def _planned(
+    found: Sequence[Placement],
+    task: Task,
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    sample: Any,
+    loss_of: Callable[[Any], torch.Tensor],
+) -> list[Placement]:
+    mine = max(1, task.global_batch // task.ranks)
+    sizes = [task.micro_batch] if task.micro_batch else sorted({1, min(4, mine), mine})
+    traced = traced_model.by_fake_tensors(model, sample, loss_of, blocks, task.precision, sizes)
+    job = task.job()
+    job.budget = int(SURE_SHARE * task.budget)
+    job.trace(type(model).__name__, traced)
+    plans = []
+    for number, place in enumerate(found):
+        answer, tries = _searched(job, place), _tries(job, place, mine)
+        kept = dataclasses.replace(place, keep_gathered=answer.best.keep_gathered)
+        # Code around a Trainer that touches parameters would meet shards: stage 3 comes after the others.
+        order = (
+            not answer.fits,
+            tries > job.budget,
+            place.optimizer != "none",
+            place.stage == 3,
+            answer.best.seconds["update"] if answer.fits else answer.floor,
+            number,
+        )
+        plans.append((order, kept))
+    return [place for _, place in sorted(plans, key=lambda plan: plan[0])]
+
+
+def _tries(job: PlanJob, place: Placement, mine: int) -> int:
+    """What a balance holds that looks for the split: it tries the second smallest micro-batch with
+    everything kept, and on several ranks none of these trials may run out of memory."""
+    before = job.micro_batch
+    if before == 0:
+        job.micro_batch = next((n for n in range(2, mine + 1) if mine % n == 0), 1)
+    try:
+        return int(_searched(job, place).front[0].peak_bytes)
+    finally:
+        job.micro_batch = before
+
+
+def _searched(job: PlanJob, place: Placement) -> Any:
+    job.stages = [place.stage]
+    job.may_offload([[place.optimizer, "none", "none", "none"]])
+    return search(job)
+
+
+def _device_name(device: torch.device) -> str:
+    """The known device that this one is, by the words of its name and its memory."""
+    if device.type != "cuda":
+        return "CPU"
+    properties = torch.cuda.get_device_properties(device)
+    name = properties.name.upper().replace("-", " ")
+    alike = [
+        known
+        for known in known_devices()
+        if all(word in name for word in known["name"].upper().split("-")[:-1])
+    ]
+    if not alike:
+        return UNKNOWN_GPU
+    nearest = min(alike, key=lambda known: abs(known["memory"] - properties.total_memory))
+    return str(nearest["name"])
+
+
+def _per_node(ranks: int) -> int:
+    there = torch.cuda.device_count() if torch.cuda.is_available() else ranks
+    return max(1, min(ranks, there))
