@@ -147,6 +147,7 @@ class Trainer(TrainerEvaluation):
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
         self._halving: trainer_balance.Halving | None = None
+        self._forward_of_step = contextlib.ExitStack()
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
         self.accelerator = AcceleratorView(self._group, self.args.device, self._backward)
@@ -474,10 +475,14 @@ class Trainer(TrainerEvaluation):
     def _training_step(self, batch: Any) -> torch.Tensor:
         batch = trainer_data.to_device(batch, self.args.device)
         self._backward_count = self._call.count(batch)
-        return self.training_step(self.model, batch, self._backward_count)
+        with self._forward_of_step:  # up to its backward: whatever a subclass runs is a forward
+            if self._overrides("training_step"):
+                self._forward_of_step.enter_context(self.engine.forward_scope())
+            return self.training_step(self.model, batch, self._backward_count)
 
     def _backward(self, loss: torch.Tensor) -> None:
         """accelerator.backward of a subclass's training_step."""
+        self._forward_of_step.close()
         self.engine.backward(loss, tokens=self._backward_count)
 
     def _forward_scope(self) -> contextlib.AbstractContextManager:

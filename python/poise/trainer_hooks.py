@@ -50,6 +50,7 @@ class TrainerHooks:
         self, model: nn.Module, inputs: Any, num_items_in_batch: Count = None
     ) -> torch.Tensor:
         """Forward and backward of a micro-batch; its loss, without gradient."""
+        self._forward_of_step.close()  # that of a subclass which calls this
         with self.engine.forward_scope():
             loss = self._run_log.utilization.around(self._loss)(inputs)
         self.engine.backward(loss)

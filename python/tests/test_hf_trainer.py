@@ -233,13 +233,22 @@ class WithTrainingStep(poise.Trainer):
 
 class WithOwnBackward(poise.Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class WithOwnScope(poise.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
         with self.engine.forward_scope():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
         return loss.detach()
 
 
-@pytest.mark.parametrize("kind", [WithLoss, WithSuper, WithTrainingStep, WithOwnBackward])
+@pytest.mark.parametrize(
+    "kind", [WithLoss, WithSuper, WithTrainingStep, WithOwnBackward, WithOwnScope]
+)
 def test_subclasses_with_a_loss_or_step_of_their_own_are_as_exact(kind, tmp_path):
     rows = causal_rows(20)
     expected, seen = reference("gpt2", made("gpt2"), windows_of(rows))
@@ -255,6 +264,18 @@ def test_subclasses_with_a_loss_or_step_of_their_own_are_as_exact(kind, tmp_path
         assert trainer.calls >= 10
     if kind is WithTrainingStep:
         assert trainer.steps == 10
+
+
+@pytest.mark.parametrize("kind", [WithTrainingStep, WithOwnBackward, WithOwnScope])
+def test_a_step_of_ones_own_runs_under_the_same_autocast(kind, tmp_path):
+    rows, seen = causal_rows(8), []
+    for trainer_class in (poise.Trainer, kind):
+        trainer = trainer_class(made("gpt2"), arguments(tmp_path, bf16=True), train_dataset=rows)
+        trainer.train()
+        seen.append(losses(trainer))
+    exact = poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=rows)
+    exact.train()
+    assert seen[0] == seen[1] != losses(exact)
 
 
 def test_label_smoothing_is_transformers_formula_over_the_window(tmp_path):
