@@ -282,14 +282,14 @@ TEST(Offload, EditsReachMastersInTheFile) {
 }
 
 // Some file of the folder by another descriptor, as somebody else would open it.
-int descriptor_of_scratch() {
+int descriptor_of_scratch(const TempFolder& folder) {
   for (int fd = 3; fd < 256; ++fd) {
     char target[512];
     const auto length = readlink(join("/proc/self/fd/", fd).c_str(), target, sizeof target - 1);
     if (length <= 0) continue;
     target[length] = 0;
     if (std::string(target).find("(deleted)") != std::string::npos &&
-        std::string(target).find("poise_data_") != std::string::npos) {
+        std::string(target).find(folder.path()) != std::string::npos) {
       return fd;
     }
   }
@@ -301,7 +301,7 @@ TEST(Offload, AFileCutBetweenUpdatesEndsTheTrainingWithItsReason) {
   Stack model;
   Engine engine(model.view(), in_file(bf16(), folder));
   step(engine, model, 0);
-  const int scratch = descriptor_of_scratch();
+  const int scratch = descriptor_of_scratch(folder);
   ASSERT_GE(scratch, 0);
   ASSERT_EQ(ftruncate(scratch, 100000), 0);
   const auto first = message_of([&] { step(engine, model, 1); });
