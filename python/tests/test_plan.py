@@ -111,8 +111,10 @@ def test_offloaded_activations_are_counted(units, policy, tmp_path, capfd):
     }
     ours, theirs = predicted(settings, tmp_path, capfd), measured(settings)
     kept = predicted({**settings, "offload": {}}, tmp_path, capfd)
-    # What leaves and comes back is on its way for a while: how long, no formula says.
-    assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=0.05)
+    # Plans count two of the largest tensors, an MLP's, as still on their way. How many really are
+    # at the peak is the moment's: none, where all had left by then.
+    largest = 4 * 8 * SMALL["sequence_length"] * 4 * SMALL["width"]
+    assert ours["peak_bytes"] - 2 * largest <= theirs["peak_bytes"] <= 1.02 * ours["peak_bytes"]
     if policy["policy"] == "none":
         assert ours["peak_bytes"] < 0.9 * kept["peak_bytes"]
 
