@@ -224,6 +224,8 @@ SAMPLES = {  # of mapped keys: a value, and what poise's settings then say
     "aio.block_size": (8192, ("offload", "block_bytes", 8192)),
     "aio.queue_depth": (4, ("offload", "queue_depth", 4)),
     "zero_optimization.stage": (3, ("zero", "stage", 3)),
+    "zero_optimization.mics_shard_size": (2, ("zero", "shard_group_size", 2)),
+    "zero_optimization.zero_hpz_partition_size": (2, ("zero", "shard_group_size", 2)),
     "zero_optimization.overlap_comm": (False, ("zero", "overlap", False)),
     "zero_optimization.stage3_param_persistence_threshold": (
         1e4,
@@ -257,7 +259,7 @@ def test_every_mapped_key_reaches_the_setting_that_the_table_names():
             given["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
         if "offload_param" in key.path:
             given["zero_optimization"]["stage"] = 3
-        if "stage3" in key.path:
+        if "stage3" in key.path or key.to == "zero.shard_group_size":
             given[top]["stage"] = 3
         settings = read(given).engine
         assert settings[section][name] == expected, key.path

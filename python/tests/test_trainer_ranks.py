@@ -199,7 +199,7 @@ def test_ranks_train_on_what_one_rank_would(drop_last, ranks):
 
 def test_what_the_engine_is_told_of_ranks():
     config = TrainingArguments(zero_stage=3, zero_keep_gathered=True, ddp_timeout=60).to_config(10)
-    assert config["zero"] == {"stage": 3, "keep_gathered": "window"}
+    assert config["zero"] == {"stage": 3, "keep_gathered": "window", "shard_group_size": 0}
     assert config["comm"] == {"timeout_seconds": 60}
     assert SETTINGS["max_steps"] == UPDATES
 
