@@ -130,6 +130,7 @@ def test_offloaded_activations_are_counted(units, policy, tmp_path, capfd):
         {"type": "lars", "momentum": 0.9},
         {"type": "lars"},
         {"type": "lion"},
+        {"type": "lion", "moments": "8bit"},
         {"type": "sgd"},
         {"type": "sgd", "momentum": 0.9},
     ],

@@ -1,17 +1,21 @@
 // Groups of processes on the CPU. Every collective first exchanges a digest of what it is about:
 // gloo itself would mix up the tensors of ranks that differ, or end the process. Then data goes
-// from tensor to tensor; only reductions pass through the reserved scratch.
+// from tensor to tensor; only reductions pass through the reserved scratch. Ranks of one machine
+// that may read each other's memory do so where a tensor is large, and then tell each other that
+// they have: until then nobody changes or frees what others read.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "comm/backend.h"
 #include "comm/failure.h"
 #include "comm/flat.h"
 #include "comm/messages.h"
+#include "comm/near.h"
 #include "comm/ordered_sum.h"
 #include "comm/process_group.h"
 #include "comm/store_notes.h"
@@ -22,6 +26,8 @@ namespace {
 
 constexpr std::int64_t kTwoRounds = 16384;  // bytes from which their latency is worth it
 constexpr std::int64_t kLargestElement = 8;
+constexpr std::int64_t kDirectly = 16384;  // bytes from which memory is read rather than sent
+constexpr std::int64_t kBlock = 128 * 1024;  // bytes of a row that are summed at a time
 constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
 
 at::Tensor bytes_of(const at::Tensor& flat) { return flat.variable_data().view(at::kByte); }
@@ -43,7 +49,7 @@ class OnCpu final : public Backend {
         options_(options),
         tag_(kFirstTag + 2 * instance),
         messages_(peers.backend, options.timeout),
-        digests_(at::empty({size_}, at::kLong)),
+        records_(at::zeros({size_ * kRecord}, at::kLong)),
         notes_(peers.store) {
     if (!peers.store) return;
     watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
@@ -53,24 +59,38 @@ class OnCpu final : public Backend {
   std::string name() const override { return "gloo"; }
 
   void all_gather(const Call& call, const at::Tensor& whole, const at::Tensor& mine) override {
-    run(call, [&] {
+    run(call, mine, [&] {
       copy_flat(piece_of(whole, rank_, size_), mine);
-      exchange(pieces(bytes_of(whole)), copies(bytes_of(mine)));
+      if (directly_) {
+        for (const Message& message : pieces(bytes_of(whole))) take(message, 0);
+        all_have_read();
+      } else {
+        exchange(pieces(bytes_of(whole)), copies(bytes_of(mine)));
+      }
     });
   }
 
   void reduce_scatter(const Call& call, const at::Tensor& mine, const at::Tensor& whole) override {
-    run(call, [&] {
+    run(call, whole, [&] {
+      const auto own = piece_of(whole, rank_, size_);
+      if (directly_) {
+        take_sum(mine, own, rank_ * static_cast<std::int64_t>(own.nbytes()));
+        all_have_read();
+        return;
+      }
       const auto bytes = bytes_of(whole);
       const auto rows = scratch_.narrow(0, 0, bytes.numel());
       exchange(pieces(rows), pieces(bytes));
-      ordered_sum(mine.mutable_data_ptr<float>(), whole.scalar_type(),
-                  row_addresses(rows, piece_of(bytes, rank_, size_)), mine.numel());
+      sum_rows(mine, whole.scalar_type(), row_addresses(rows, bytes_of(own)));
     });
   }
 
   void all_reduce(const Call& call, const at::Tensor& values) override {
-    run(call, [&] {
+    run(call, values, [&] {
+      if (directly_) {
+        reduce_segments_directly(values);
+        return;
+      }
       if (reduces_in_segments(static_cast<std::int64_t>(values.nbytes()))) {
         reduce_segments(values);
         return;
@@ -78,7 +98,7 @@ class OnCpu final : public Backend {
       const auto bytes = bytes_of(values);
       const auto rows = scratch_.narrow(0, 0, size_ * bytes.numel());
       exchange(pieces(rows), copies(bytes));
-      sum_rows(values, row_addresses(rows, bytes));
+      sum_rows(values, values.scalar_type(), row_addresses(rows, bytes));
     });
   }
 
@@ -87,17 +107,29 @@ class OnCpu final : public Backend {
   }
 
   void all_to_all(const Call& call, const at::Tensor& received, const at::Tensor& sent) override {
-    run(call, [&] {
-      copy_flat(piece_of(received, rank_, size_), piece_of(sent, rank_, size_));
-      exchange(pieces(bytes_of(received)), pieces(bytes_of(sent)));
+    run(call, sent, [&] {
+      const auto own = piece_of(sent, rank_, size_);
+      copy_flat(piece_of(received, rank_, size_), own);
+      if (directly_) {
+        const auto offset = rank_ * static_cast<std::int64_t>(own.nbytes());
+        for (const Message& message : pieces(bytes_of(received))) take(message, offset);
+        all_have_read();
+      } else {
+        exchange(pieces(bytes_of(received)), pieces(bytes_of(sent)));
+      }
     });
   }
 
   // A binomial tree: in round k the ranks that have it (2^k of them, counted from the root) hand it
   // on.
   void broadcast(const Call& call, const at::Tensor& values) override {
-    run(call, [&] {
+    run(call, values, [&] {
       const auto bytes = bytes_of(values);
+      if (directly_) {
+        if (rank_ != call.root) take({call.root, bytes}, 0);
+        all_have_read();
+        return;
+      }
       const int place = (rank_ - call.root + size_) % size_;
       const auto rank_at = [&](int other) { return (other + call.root) % size_; };
       for (int have = 1; have < size_; have *= 2) {
@@ -112,7 +144,7 @@ class OnCpu final : public Backend {
 
   // Nobody gets through the digests before all have come.
   void barrier(const Call& call) override {
-    run(call, [] {});
+    run(call, {}, [] {});
   }
 
   void reserve(std::int64_t bytes) override { scratch_ = at::empty({bytes}, at::kByte); }
@@ -132,12 +164,15 @@ class OnCpu final : public Backend {
   void check() const override { failure_.check(); }
 
  private:
+  // `read`: what the others read of this rank, where they read.
   template <class Work>
-  void run(const Call& call, Work work) {
+  void run(const Call& call, const at::Tensor& read, Work work) {
     place_ = describe(call);
     if (watch_) watch_->enter(call);
     try {
-      agree();
+      agree(read);
+      if (!looked_around_) look_around();
+      directly_ = !pids_.empty() && call.bytes >= kDirectly;
       work();
     } catch (const Stopped&) {
       failure_.check();
@@ -148,14 +183,77 @@ class OnCpu final : public Backend {
     if (watch_) watch_->leave();
   }
 
-  void agree() {
-    auto* digests = digests_.mutable_data_ptr<std::int64_t>();
-    digests[rank_] = static_cast<std::int64_t>(digest_of(place_));
-    const auto bytes = bytes_of(digests_);
-    messages_.exchange(pieces(bytes), copies(piece_of(bytes, rank_, size_)), tag_);
-    if (std::any_of(digests, digests + size_, [&](auto one) { return one != digests[rank_]; })) {
-      differ();
+  void agree(const at::Tensor& read) {
+    auto* own = record_of(rank_);
+    own[0] = static_cast<std::int64_t>(digest_of(place_));
+    own[1] = read.defined() ? reinterpret_cast<std::int64_t>(read.const_data_ptr()) : 0;
+    exchange_records(tag_);
+    for (int rank = 0; rank < size_; ++rank) {
+      if (record_of(rank)[0] != own[0]) differ();
     }
+  }
+
+  // Once, in the first collective: whether every rank may read every other.
+  void look_around() {
+    looked_around_ = true;
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(NearProcess));
+    const auto all = at::zeros({size_ * kBytes}, at::kByte);
+    const auto process_of = [&](int rank) {
+      NearProcess process;
+      std::memcpy(&process, all.const_data_ptr<std::uint8_t>() + rank * kBytes, kBytes);
+      return process;
+    };
+    std::memcpy(all.mutable_data_ptr<std::uint8_t>() + rank_ * kBytes, &near_.self(), kBytes);
+    exchange(pieces(all), copies(piece_of(all, rank_, size_)));
+    const auto can = at::zeros({size_}, at::kByte);
+    auto* answers = can.mutable_data_ptr<std::uint8_t>();
+    answers[rank_] = 1;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && !near_.reads(process_of(rank))) answers[rank_] = 0;
+    }
+    exchange(pieces(can), copies(piece_of(can, rank_, size_)));
+    if (std::any_of(answers, answers + size_, [](auto one) { return one == 0; })) return;
+    for (int rank = 0; rank < size_; ++rank) pids_.push_back(process_of(rank).pid);
+  }
+
+  // Reads a message of what its rank shows in this collective, from byte `offset` on.
+  void take(const Message& message, std::int64_t offset) {
+    read(message.peer, offset, message.bytes.mutable_data_ptr(), message.bytes.numel());
+  }
+  void read(int rank, std::int64_t offset, void* target, std::int64_t bytes) {
+    const auto address = static_cast<std::uint64_t>(record_of(rank)[1] + offset);
+    try {
+      NearMemory::read(pids_[static_cast<std::size_t>(rank)], address, target, bytes);
+    } catch (const std::system_error& error) {
+      throw PeerFailure(rank, false, error.what());
+    }
+  }
+
+  // target = the sum over ranks of what they show from `offset` on, `own` on this one. A block at a
+  // time: its rows are summed while they are in the cache.
+  void take_sum(const at::Tensor& target, const at::Tensor& own, std::int64_t offset) {
+    const auto item = static_cast<std::int64_t>(own.element_size());
+    const auto numel = own.numel(), block = std::min(kBlock / item, numel);
+    const auto* mine = static_cast<const char*>(own.const_data_ptr());
+    auto* scratch = static_cast<char*>(scratch_.mutable_data_ptr());
+    std::vector<const void*> rows(static_cast<std::size_t>(size_));
+    for (std::int64_t begin = 0; begin < numel; begin += block) {
+      const auto count = std::min(block, numel - begin);
+      for (int rank = 0; rank < size_; ++rank) {
+        char* row = scratch + rank * block * item;
+        if (rank != rank_) read(rank, offset + begin * item, row, count * item);
+        rows[static_cast<std::size_t>(rank)] = rank == rank_ ? mine + begin * item : row;
+      }
+      sum_rows(target.narrow(0, begin, count), own.scalar_type(), rows);
+    }
+  }
+
+  // Nobody gets through before all have come: what they have read may change from here on.
+  void all_have_read() { exchange_records(tag_ + 1); }
+
+  void exchange_records(int tag) {
+    const auto bytes = bytes_of(records_);
+    messages_.exchange(pieces(bytes), copies(piece_of(bytes, rank_, size_)), tag);
   }
 
   // Every rank has seen that some other differs: all send their descriptions, and name the same
@@ -224,8 +322,25 @@ class OnCpu final : public Backend {
       segments.push_back({peer, bytes_of(segment_of(values, peer))});
     }
     exchange(pieces(rows), segments);
-    sum_rows(mine, row_addresses(rows, bytes_of(mine)));
+    sum_rows(mine, values.scalar_type(), row_addresses(rows, bytes_of(mine)));
     exchange(segments, copies(bytes_of(mine)));
+  }
+
+  // Nobody reads this rank's own segment before it holds the sum.
+  void reduce_segments_directly(const at::Tensor& values) {
+    const auto offset_of = [&](const at::Tensor& segment) {
+      return static_cast<const char*>(segment.const_data_ptr()) -
+             static_cast<const char*>(values.const_data_ptr());
+    };
+    const auto mine = segment_of(values, rank_);
+    take_sum(mine, mine, offset_of(mine));
+    all_have_read();
+    for (int step = 1; step < size_; ++step) {
+      const int peer = (rank_ + step) % size_;
+      const auto segment = segment_of(values, peer);
+      take({peer, bytes_of(segment)}, offset_of(segment));
+    }
+    all_have_read();
   }
 
   at::Tensor segment_of(const at::Tensor& values, int rank) const {
@@ -233,11 +348,13 @@ class OnCpu final : public Backend {
     return values.narrow(0, begin, values.numel() * (rank + 1) / size_ - begin);
   }
 
-  static void sum_rows(const at::Tensor& values, const std::vector<const void*>& rows) {
-    if (values.scalar_type() == at::kDouble) {
+  // Rows of `type`, which is fp64 where the values are.
+  static void sum_rows(const at::Tensor& values, c10::ScalarType type,
+                       const std::vector<const void*>& rows) {
+    if (type == at::kDouble) {
       ordered_sum(values.mutable_data_ptr<double>(), rows, values.numel());
     } else {
-      ordered_sum(values.mutable_data_ptr<float>(), at::kFloat, rows, values.numel());
+      ordered_sum(values.mutable_data_ptr<float>(), type, rows, values.numel());
     }
   }
 
@@ -266,16 +383,25 @@ class OnCpu final : public Backend {
     return addresses;
   }
 
+  static constexpr std::int64_t kRecord = 2;  // digest, and the address of what others may read
+  std::int64_t* record_of(int rank) {
+    return records_.mutable_data_ptr<std::int64_t>() + kRecord * rank;
+  }
+
   const int rank_;
   const int size_;
   const Options options_;
   const int tag_;
   Failure failure_;
   Messages messages_;
-  at::Tensor digests_;
+  at::Tensor records_;  // of all ranks, of the collective this rank is in
   at::Tensor scratch_;
   std::string place_;  // of the collective this rank is in
   StoreNotes notes_;
+  NearMemory near_;
+  bool looked_around_ = false;
+  std::vector<std::int64_t> pids_;  // by rank; none where not every rank may read every other
+  bool directly_ = false;           // in the collective this rank is in
   std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
 };
 

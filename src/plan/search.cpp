@@ -382,8 +382,12 @@ std::string settings(const Choice& choice, const std::vector<std::string>& units
   const auto blocks = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
   if (blocks > 0) text += join(", \"checkpointing\": ", recomputed(choice, units));
   if (choice.ranks > 1) {
-    text += join(", \"zero\": {\"stage\": ", choice.stage,
-                 choice.keep_gathered ? ", \"keep_gathered\": \"window\"}" : "}");
+    text += join(", \"zero\": {\"stage\": ", choice.stage);
+    if (choice.keep_gathered) text += ", \"keep_gathered\": \"window\"";
+    const bool groups = choice.shard_ranks > 0 && choice.shard_ranks < choice.ranks;
+    // At stage 0 nothing is sharded, and the key is refused.
+    if (groups && choice.stage > 0) text += join(", \"shard_group_size\": ", choice.shard_ranks);
+    text += "}";
   }
   if (choice.loss_chunk_tokens > 0) {
     text += join(", \"model\": {\"loss_chunk_tokens\": ", choice.loss_chunk_tokens, "}");

@@ -207,6 +207,7 @@ TEST(Search, SettingsAreReadBackByConfig) {
   choice.accumulation = 4;
   choice.ranks = 8;
   choice.stage = 3;
+  choice.shard_ranks = 4;
   choice.recompute = Recompute::whole;
   choice.recomputed = {true, true, false};
   choice.loss_chunk_tokens = 512;
@@ -214,9 +215,22 @@ TEST(Search, SettingsAreReadBackByConfig) {
   EXPECT_EQ(config.batch.micro_batch_size, 2);
   EXPECT_EQ(config.batch.accumulation, 4);
   EXPECT_EQ(config.zero.stage, 3);
+  EXPECT_EQ(config.zero.shard_group_size, 4);
   EXPECT_EQ(config.checkpointing.policy, "first_m");
   EXPECT_EQ(config.checkpointing.n, 2);
   EXPECT_EQ(config.model.loss_chunk_tokens, 512);
+}
+
+TEST(Search, GroupsAreWrittenOnlyWhereSomeRanksReplicate) {
+  Choice choice;
+  choice.ranks = 8;
+  choice.stage = 2;
+  choice.shard_ranks = 8;
+  EXPECT_EQ(Config::from_json(settings(choice)).zero.shard_group_size, 0);
+  choice.shard_ranks = 2;
+  EXPECT_EQ(Config::from_json(settings(choice)).zero.shard_group_size, 2);
+  choice.stage = 0;
+  EXPECT_EQ(Config::from_json(settings(choice)).zero.shard_group_size, 0);
 }
 
 }  // namespace
