@@ -1,14 +1,13 @@
 // Groups of processes on the CPU. Every collective first exchanges a digest of what it is about:
 // gloo itself would mix up the tensors of ranks that differ, or end the process. Then data goes
 // from tensor to tensor; only reductions pass through the reserved scratch. Ranks of one machine
-// that may read each other's memory do so where a tensor is large, and then tell each other that
-// they have: until then nobody changes or frees what others read.
+// that may read each other's memory do so, and then meet once more: until then nobody changes or
+// frees what others read.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "comm/backend.h"
@@ -26,9 +25,8 @@ namespace {
 
 constexpr std::int64_t kTwoRounds = 16384;  // bytes from which their latency is worth it
 constexpr std::int64_t kLargestElement = 8;
-constexpr std::int64_t kDirectly = 16384;  // bytes from which memory is read rather than sent
 constexpr std::int64_t kBlock = 128 * 1024;  // bytes of a row that are summed at a time
-constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
+constexpr int kFirstTag = 0x706f6973;        // out of the way of the user's own tags
 
 at::Tensor bytes_of(const at::Tensor& flat) { return flat.variable_data().view(at::kByte); }
 
@@ -49,8 +47,10 @@ class OnCpu final : public Backend {
         options_(options),
         tag_(kFirstTag + 2 * instance),
         messages_(peers.backend, options.timeout),
-        records_(at::zeros({size_ * kRecord}, at::kLong)),
-        notes_(peers.store) {
+        records_(static_cast<std::size_t>(size_)),
+        wire_(at::zeros({size_ * kRecordBytes}, at::kByte)),
+        notes_(peers.store),
+        near_(rank_, options.timeout) {
     if (!peers.store) return;
     watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
                                      [this](const std::string& message) { end(message); });
@@ -61,7 +61,7 @@ class OnCpu final : public Backend {
   void all_gather(const Call& call, const at::Tensor& whole, const at::Tensor& mine) override {
     run(call, mine, [&] {
       copy_flat(piece_of(whole, rank_, size_), mine);
-      if (directly_) {
+      if (near_each_other_) {
         for (const Message& message : pieces(bytes_of(whole))) take(message, 0);
         all_have_read();
       } else {
@@ -73,7 +73,7 @@ class OnCpu final : public Backend {
   void reduce_scatter(const Call& call, const at::Tensor& mine, const at::Tensor& whole) override {
     run(call, whole, [&] {
       const auto own = piece_of(whole, rank_, size_);
-      if (directly_) {
+      if (near_each_other_) {
         take_sum(mine, own, rank_ * static_cast<std::int64_t>(own.nbytes()));
         all_have_read();
         return;
@@ -87,17 +87,22 @@ class OnCpu final : public Backend {
 
   void all_reduce(const Call& call, const at::Tensor& values) override {
     run(call, values, [&] {
-      if (directly_) {
+      const auto bytes = bytes_of(values);
+      if (near_each_other_ && bytes.numel() >= kTwoRounds) {
         reduce_segments_directly(values);
         return;
       }
-      if (reduces_in_segments(static_cast<std::int64_t>(values.nbytes()))) {
+      if (reduces_in_segments(bytes.numel())) {
         reduce_segments(values);
         return;
       }
-      const auto bytes = bytes_of(values);
       const auto rows = scratch_.narrow(0, 0, size_ * bytes.numel());
-      exchange(pieces(rows), copies(bytes));
+      if (near_each_other_) {
+        for (const Message& row : pieces(rows)) take(row, 0);
+        all_have_read();
+      } else {
+        exchange(pieces(rows), copies(bytes));
+      }
       sum_rows(values, values.scalar_type(), row_addresses(rows, bytes));
     });
   }
@@ -110,7 +115,7 @@ class OnCpu final : public Backend {
     run(call, sent, [&] {
       const auto own = piece_of(sent, rank_, size_);
       copy_flat(piece_of(received, rank_, size_), own);
-      if (directly_) {
+      if (near_each_other_) {
         const auto offset = rank_ * static_cast<std::int64_t>(own.nbytes());
         for (const Message& message : pieces(bytes_of(received))) take(message, offset);
         all_have_read();
@@ -125,7 +130,7 @@ class OnCpu final : public Backend {
   void broadcast(const Call& call, const at::Tensor& values) override {
     run(call, values, [&] {
       const auto bytes = bytes_of(values);
-      if (directly_) {
+      if (near_each_other_) {
         if (rank_ != call.root) take({call.root, bytes}, 0);
         all_have_read();
         return;
@@ -158,7 +163,7 @@ class OnCpu final : public Backend {
     const std::string whole = join("[comm] ", name_of(rank_), " ended the group: ", message);
     failure_.set(whole);
     if (watch_) watch_->publish(whole);
-    messages_.stop();
+    stop();
   }
 
   void check() const override { failure_.check(); }
@@ -172,7 +177,6 @@ class OnCpu final : public Backend {
     try {
       agree(read);
       if (!looked_around_) look_around();
-      directly_ = !pids_.empty() && call.bytes >= kDirectly;
       work();
     } catch (const Stopped&) {
       failure_.check();
@@ -184,36 +188,44 @@ class OnCpu final : public Backend {
   }
 
   void agree(const at::Tensor& read) {
-    auto* own = record_of(rank_);
+    auto& own = records_[static_cast<std::size_t>(rank_)];
     own[0] = static_cast<std::int64_t>(digest_of(place_));
     own[1] = read.defined() ? reinterpret_cast<std::int64_t>(read.const_data_ptr()) : 0;
-    exchange_records(tag_);
-    for (int rank = 0; rank < size_; ++rank) {
-      if (record_of(rank)[0] != own[0]) differ();
+    if (near_each_other_) {
+      near_.meet(records_);
+    } else {
+      send_records();
+    }
+    if (std::any_of(records_.begin(), records_.end(), [&](auto& r) { return r[0] != own[0]; })) {
+      differ();
     }
   }
 
-  // Once, in the first collective: whether every rank may read every other.
+  void send_records() {
+    auto* bytes = wire_.mutable_data_ptr<std::uint8_t>();
+    std::memcpy(bytes, records_.data(), wire_.nbytes());
+    messages_.exchange(pieces(wire_), copies(piece_of(wire_, rank_, size_)), tag_);
+    std::memcpy(records_.data(), bytes, wire_.nbytes());
+  }
+
+  // Once, in the first collective, with messages: whether every rank may read every other.
   void look_around() {
     looked_around_ = true;
-    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(NearProcess));
-    const auto all = at::zeros({size_ * kBytes}, at::kByte);
-    const auto process_of = [&](int rank) {
-      NearProcess process;
-      std::memcpy(&process, all.const_data_ptr<std::uint8_t>() + rank * kBytes, kBytes);
-      return process;
-    };
-    std::memcpy(all.mutable_data_ptr<std::uint8_t>() + rank_ * kBytes, &near_.self(), kBytes);
+    std::vector<NearProcess> processes(static_cast<std::size_t>(size_));
+    processes[static_cast<std::size_t>(rank_)] = near_.self();
+    share(processes.data(), sizeof(NearProcess));
+    std::vector<std::uint8_t> finds(static_cast<std::size_t>(size_));
+    finds[static_cast<std::size_t>(rank_)] = near_.find(processes) ? 1 : 0;
+    share(finds.data(), 1);
+    near_each_other_ = std::all_of(finds.begin(), finds.end(), [](auto one) { return one == 1; });
+  }
+
+  // Fills the `values` of the other ranks, of `bytes` each.
+  void share(void* values, std::size_t bytes) {
+    const auto all = at::zeros({size_ * static_cast<std::int64_t>(bytes)}, at::kByte);
+    std::memcpy(all.mutable_data_ptr(), values, all.nbytes());
     exchange(pieces(all), copies(piece_of(all, rank_, size_)));
-    const auto can = at::zeros({size_}, at::kByte);
-    auto* answers = can.mutable_data_ptr<std::uint8_t>();
-    answers[rank_] = 1;
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_ && !near_.reads(process_of(rank))) answers[rank_] = 0;
-    }
-    exchange(pieces(can), copies(piece_of(can, rank_, size_)));
-    if (std::any_of(answers, answers + size_, [](auto one) { return one == 0; })) return;
-    for (int rank = 0; rank < size_; ++rank) pids_.push_back(process_of(rank).pid);
+    std::memcpy(values, all.const_data_ptr(), all.nbytes());
   }
 
   // Reads a message of what its rank shows in this collective, from byte `offset` on.
@@ -221,12 +233,8 @@ class OnCpu final : public Backend {
     read(message.peer, offset, message.bytes.mutable_data_ptr(), message.bytes.numel());
   }
   void read(int rank, std::int64_t offset, void* target, std::int64_t bytes) {
-    const auto address = static_cast<std::uint64_t>(record_of(rank)[1] + offset);
-    try {
-      NearMemory::read(pids_[static_cast<std::size_t>(rank)], address, target, bytes);
-    } catch (const std::system_error& error) {
-      throw PeerFailure(rank, false, error.what());
-    }
+    const auto shown = records_[static_cast<std::size_t>(rank)][1];
+    near_.read(rank, static_cast<std::uint64_t>(shown + offset), target, bytes);
   }
 
   // target = the sum over ranks of what they show from `offset` on, `own` on this one. A block at a
@@ -249,12 +257,7 @@ class OnCpu final : public Backend {
   }
 
   // Nobody gets through before all have come: what they have read may change from here on.
-  void all_have_read() { exchange_records(tag_ + 1); }
-
-  void exchange_records(int tag) {
-    const auto bytes = bytes_of(records_);
-    messages_.exchange(pieces(bytes), copies(piece_of(bytes, rank_, size_)), tag);
-  }
+  void all_have_read() { near_.meet(records_); }
 
   // Every rank has seen that some other differs: all send their descriptions, and name the same
   // two.
@@ -274,13 +277,18 @@ class OnCpu final : public Backend {
   [[noreturn]] void give_up(const std::string& message) {
     failure_.set(message);
     if (watch_) watch_->publish(message);
-    messages_.stop();
+    stop();
     failure_.check();
     throw Error(message);  // not reached
   }
 
   void end(const std::string& message) {
     failure_.set(message);
+    stop();
+  }
+
+  void stop() noexcept {
+    near_.stop();
     messages_.stop();
   }
 
@@ -383,10 +391,10 @@ class OnCpu final : public Backend {
     return addresses;
   }
 
-  static constexpr std::int64_t kRecord = 2;  // digest, and the address of what others may read
-  std::int64_t* record_of(int rank) {
-    return records_.mutable_data_ptr<std::int64_t>() + kRecord * rank;
-  }
+  // What ranks tell each other of a collective: its digest, and the address of what others may
+  // read.
+  using Record = NearRanks::Record;
+  static constexpr auto kRecordBytes = static_cast<std::int64_t>(sizeof(Record));
 
   const int rank_;
   const int size_;
@@ -394,14 +402,14 @@ class OnCpu final : public Backend {
   const int tag_;
   Failure failure_;
   Messages messages_;
-  at::Tensor records_;  // of all ranks, of the collective this rank is in
+  std::vector<Record> records_;  // of all ranks, of the collective this rank is in
+  at::Tensor wire_;              // the same as messages
   at::Tensor scratch_;
   std::string place_;  // of the collective this rank is in
   StoreNotes notes_;
-  NearMemory near_;
+  NearRanks near_;
   bool looked_around_ = false;
-  std::vector<std::int64_t> pids_;  // by rank; none where not every rank may read every other
-  bool directly_ = false;           // in the collective this rank is in
+  bool near_each_other_ = false;  // every rank may read every other
   std::unique_ptr<Watch> watch_;  // ends first: its thread calls end()
 };
 
