@@ -2,7 +2,8 @@
 set(POISE_WITH_CUDA OFF)
 if(NOT POISE_CUDA STREQUAL "OFF")
   # Only where the user points: a toolkit that merely lies around is not taken.
-  find_program(POISE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
+  find_program(POISE_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin
+    NO_CMAKE_SYSTEM_PATH)
   if(POISE_NVCC AND EXISTS "${POISE_TORCH_DIR}/lib/libtorch_cuda.so")
     set(POISE_WITH_CUDA ON)
   elseif(POISE_CUDA STREQUAL "ON")

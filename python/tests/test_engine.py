@@ -461,6 +461,16 @@ def test_other_threads_run_during_a_long_step():
     assert begin < end and len(during) >= 3, (update, len(during))
 
 
+@pytest.fixture
+def old_objects_left_alone():
+    """What other tests have imported is not collected a hundred times."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("old_objects_left_alone")
 def test_fifty_engines_leave_nothing():
     def use():
         model = tiny(dropout=0.1)

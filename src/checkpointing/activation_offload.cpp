@@ -81,6 +81,7 @@ struct ActivationOffload::Books {
   bool leaves(const at::Tensor& tensor) const;
   TicketPtr known(const at::Tensor& tensor);
   void put(const offload::SpanPtr& span, const at::Tensor& tensor);
+  void forget_first_leaving();
   offload::SpanPtr take_span(const at::Tensor& tensor);
   TicketPtr ticket_for(const std::shared_ptr<Books>& self, const at::Tensor& tensor);
   at::Tensor redeem(Ticket& ticket);
@@ -109,11 +110,15 @@ TicketPtr ActivationOffload::Books::known(const at::Tensor& tensor) {
 
 void ActivationOffload::Books::put(const offload::SpanPtr& span, const at::Tensor& tensor) {
   while (leaving.size() >= kLeaving || (!leaving.empty() && leaving.front().event.done())) {
-    leaving.front().event.synchronize();
-    leaving.pop_front();
+    forget_first_leaving();
   }
   const auto flat = in_memory_order(tensor);
   leaving.push_back({span->put(0, flat), flat});
+}
+
+void ActivationOffload::Books::forget_first_leaving() {
+  leaving.front().event.synchronize();
+  leaving.pop_front();
 }
 
 offload::SpanPtr ActivationOffload::Books::take_span(const at::Tensor& tensor) {
@@ -190,6 +195,9 @@ at::Tensor ActivationOffload::Books::redeem(Ticket& ticket) {
          "); use the operation that makes a new tensor");
   }
   const std::lock_guard guard(mutex);
+  // Nothing is saved any more that would let go of the last ones: backward would hold them to its
+  // end. It begins with what was saved last, so that it waits for them in any case.
+  while (!leaving.empty()) forget_first_leaving();
   if (!ticket.back.defined()) fetch(ticket);
   ticket.asked = true;
   fetch_ahead(ticket);
