@@ -235,9 +235,16 @@ def file_store(size: int = 512 << 20, repeats: int = 3) -> Iterator[dict]:
         }
 
 
-def file_overlap(numel: int = 20_000_000, repeats: int = 3) -> Iterator[dict]:
-    """An update whose states live in a file, over the largest of its three parts alone."""
-    numel = numel // (LAYERS * 2 * BLOCK) * (LAYERS * 2 * BLOCK)
+def file_overlap(numel: int = 21_000_000, repeats: int = 3) -> Iterator[dict]:
+    """An update whose states live in a file, over the largest of its three parts alone.
+
+    Each of ten layers has a whole number of tiles of 8 blocks, at least one.
+    """
+    tile = _Store.TILE
+    layer = numel // LAYERS // tile * tile
+    if layer == 0:
+        raise poise.Error(f"[bench] {numel} elements are too few; give {LAYERS * tile} or more")
+    numel = LAYERS * layer
     size = 12 * numel
     with tempfile.TemporaryDirectory(dir=_disk()) as folder:
         store = _Store(folder, size)
