@@ -30,6 +30,7 @@ __all__ = [
     "from_process_group",
     "get_local_rank",
     "get_rank",
+    "get_world_group",
     "get_world_size",
     "group_for",
     "hybrid",
@@ -193,21 +194,27 @@ def _process_group_of(group: Group) -> ProcessGroup | None:
     return None
 
 
-# What DeepSpeed scripts ask deepspeed.comm; one rank needs no torch.distributed.
+# What DeepSpeed scripts ask deepspeed.comm: these without torch.distributed too, the rest is its own.
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(dist, name):
+        raise AttributeError(f"poise.comm has no {name}, nor has torch.distributed")
+    return getattr(dist, name)
 
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank() -> int:
-    """Of this process among all."""
-    return dist.get_rank() if is_initialized() else 0
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Of this process among all, or those of a process group."""
+    return dist.get_rank(group) if is_initialized() else 0
 
 
-def get_world_size() -> int:
+def get_world_size(group: ProcessGroup | None = None) -> int:
     """Number of ranks."""
-    return dist.get_world_size() if is_initialized() else 1
+    return dist.get_world_size(group) if is_initialized() else 1
 
 
 def get_local_rank() -> int:
@@ -216,7 +223,12 @@ def get_local_rank() -> int:
     return 0 if place is None or place.local_rank is None else place.local_rank
 
 
-def barrier() -> None:
-    """Returns when all ranks have called it."""
+def get_world_group() -> ProcessGroup | None:
+    """torch.distributed's group of all ranks; None: it is not initialized."""
+    return dist.group.WORLD if is_initialized() else None
+
+
+def barrier(*arguments: Any, **named: Any) -> None:
+    """Returns when all ranks have called it; arguments are those of torch.distributed."""
     if is_initialized():
-        dist.barrier()
+        dist.barrier(*arguments, **named)

@@ -56,6 +56,10 @@ class DeepSpeedEngine(WrappedModel):
 
     # One micro-batch.
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling the engine."""
+        return self(*args, **kwargs)
+
     def backward(
         self,
         loss: torch.Tensor,
@@ -95,7 +99,8 @@ class DeepSpeedEngine(WrappedModel):
             raise Error(
                 "[deepspeed] step() without a backward() since the last step(); the window holds "
                 f"{self.engine.micro_batches} of {self.engine.accumulation} micro-batches: leave step() out "
-                "for a micro-batch that failed, or close the window with step(last=True)"
+                "for a micro-batch that failed, close the window with step(last=True), or write "
+                "engine.backward(loss) where the script has loss.backward()"
             )
         self._syncs = last or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -167,7 +172,12 @@ class DeepSpeedEngine(WrappedModel):
         """The loss scale."""
         return self.engine.loss_scale
 
-    loss_scale = cur_scale
+    def loss_scale(self) -> float:
+        """What was set: a fixed loss scale; 0: dynamic."""
+        return self._settings["precision"]["loss_scale"]
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.fp16_enabled() and self.loss_scale() == 0
 
     # What was set.
 
@@ -209,6 +219,10 @@ class DeepSpeedEngine(WrappedModel):
 
     def gradient_clipping(self) -> float:
         return self._settings["optimizer"]["max_grad_norm"]
+
+    def steps_per_print(self) -> int:
+        """Updates from one line to the next; 0: none."""
+        return self._print_every
 
     def zero_optimization_stage(self) -> int:
         return self._settings["zero"]["stage"]

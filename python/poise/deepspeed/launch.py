@@ -8,8 +8,9 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from poise import ranks
+from poise import _C, ranks
 from poise._C import Group
 
 logger = logging.getLogger("poise")
@@ -39,7 +40,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> Group:
-    """The ranks that torchrun, Slurm or mpirun started; one rank where nobody said.
+    """The ranks that torchrun, Slurm or mpirun started; one rank where nobody said. torch.distributed is
+    initialized afterwards, for one rank too.
 
     Args:
       dist_backend: of torch.distributed; nccl without a GPU means gloo.
@@ -51,7 +53,24 @@ def init_distributed(
     if dist_backend == "nccl" and device.type != "cuda":
         logger.info("[deepspeed] dist_backend is nccl, but there is no GPU: gloo")
         dist_backend = None
-    return ranks.join(device, dist_backend, timeout.total_seconds())
+    group = ranks.join(device, dist_backend, timeout.total_seconds())
+    if not dist.is_initialized():
+        _alone(device)
+    return group
+
+
+def join() -> None:
+    """What initialize() begins with: init_distributed(), but for a process that nobody launched, whose
+    torch.distributed is left alone."""
+    if dist.is_initialized() or _C.place_from_environment() is not None:
+        init_distributed()
+
+
+def _alone(device: torch.device) -> None:
+    """A process group of this process, so that a script's torch.distributed.get_rank() and all_reduce()
+    do on one rank what they do on several."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def device() -> torch.device:

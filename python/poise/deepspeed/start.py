@@ -52,13 +52,13 @@ def initialize(
       collate_fn: makes a batch of a list of samples.
       config, config_params: path, dictionary or JSON text of DeepSpeed's settings (docs/deepspeed.md).
       mpu, mesh_param: refused: all ranks are data-parallel.
-      distributed_port, dist_init_required: as in init_distributed.
+      distributed_port, dist_init_required: accepted; the launcher's environment says it.
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[deepspeed] model is {type(model).__name__}; give a torch.nn.Module")
     if mpu is not None or mesh_param is not None:
         raise Error("[deepspeed] mpu and mesh_param: poise has data-parallel ranks only")
-    launch.init_distributed(distributed_port=distributed_port)
+    launch.join()
     device = ranks.device()
     settings = read(_config_of(args, config, config_params), ranks.here().size)
     if ranks.here().rank == 0:
@@ -143,7 +143,7 @@ def _loader(data: Any, settings: Settings, collate: Callable | None) -> Any:
     place, sampler = ranks.here(), None
     if not isinstance(data, IterableDataset):
         sampler = RandomSampler(data)
-        if place.size > 1:
+        if place.local is not None:  # launched: DeepSpeed's order, on one rank too
             sampler = DistributedSampler(data, num_replicas=place.size, rank=place.rank)
     return DataLoader(
         data,

@@ -1,7 +1,7 @@
-"""Optimizers by the names that DeepSpeed scripts import: poise.ops.adam."""
+"""Optimizers by the names that DeepSpeed scripts import: poise.ops.adam, lamb and lion."""
 
 from __future__ import annotations
 
-from poise.ops import adam
+from poise.ops import adam, lamb, lion
 
-__all__ = ["adam"]
+__all__ = ["adam", "lamb", "lion"]
