@@ -158,6 +158,8 @@ deepspeed.comm.all_reduce(loss.detach())
 state = engine.module_state_dict()
 if engine.global_rank == 0:
     print(json.dumps({{name: value.tolist() for name, value in state.items()}}))
+# Else torch's own thread may let go of the tensor of its all_reduce while the interpreter ends, and abort.
+torch.distributed.destroy_process_group()
 """
 
 
