@@ -69,6 +69,7 @@ bool has_ended(int process) {
 struct NearRanks::Page {
   std::atomic<std::uint32_t> round;  // of the record shown last; what the others sleep on
   std::atomic<std::uint32_t> left;   // 1: this rank comes no more
+  std::uint64_t number;              // of its process: the page is the right one
   std::array<Record, 2> records;
 };
 
@@ -87,6 +88,7 @@ NearRanks::NearRanks(int rank, std::chrono::milliseconds timeout)
     close(descriptor);
     return;
   }
+  page_->number = number_;
   self_ = {machine, getpid(), descriptor, reinterpret_cast<std::uint64_t>(&number_), number_};
 }
 
@@ -123,13 +125,17 @@ bool NearRanks::find_one(const NearProcess& other, Peer& peer) const noexcept {
   peer.process = static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0));
   if (peer.process < 0) return false;
   const auto path = join("/proc/", other.pid, "/fd/", other.descriptor);
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // May be another file: /proc of another process namespace, or what the user closed and opened.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return false;
-  void* memory = mmap(nullptr, sizeof(Page), PROT_READ, MAP_SHARED, descriptor, 0);
+  struct stat file {};
+  const bool long_enough = fstat(descriptor, &file) == 0 && file.st_size >= off_t{sizeof(Page)};
+  void* memory =
+      long_enough ? mmap(nullptr, sizeof(Page), PROT_READ, MAP_SHARED, descriptor, 0) : MAP_FAILED;
   close(descriptor);
   if (memory == MAP_FAILED) return false;
   peer.page = static_cast<const Page*>(memory);
-  return true;
+  return peer.page->number == other.number;
 }
 
 void NearRanks::stop() noexcept {
@@ -176,6 +182,7 @@ void NearRanks::wait_for(int rank, std::chrono::steady_clock::time_point deadlin
 void NearRanks::read(int rank, std::uint64_t address, void* target, std::int64_t bytes) const {
   auto* to = static_cast<char*>(target);
   while (bytes > 0) {
+    if (stopped_) throw Stopped();  // 2 GiB at most are read at once
     const auto read = read_once(peers_[static_cast<std::size_t>(rank)].pid, address, to, bytes);
     if (read < 0 && errno == EINTR) continue;
     if (read <= 0) {

@@ -41,7 +41,7 @@ class NearRanks {
   // Stopped. One thread at a time, like read().
   void meet(std::vector<Record>& records);
 
-  // Copies `bytes` from `address` of a rank. Throws PeerFailure.
+  // Copies `bytes` from `address` of a rank. Throws PeerFailure and Stopped.
   void read(int rank, std::uint64_t address, void* target, std::int64_t bytes) const;
 
   // From any thread, for good: no wait lasts any more, here and where others wait for this rank.
