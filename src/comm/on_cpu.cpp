@@ -18,6 +18,7 @@
 #include "comm/ordered_sum.h"
 #include "comm/process_group.h"
 #include "comm/store_notes.h"
+#include "core/fork.h"
 #include "poise/error.h"
 
 namespace poise::comm {
@@ -49,6 +50,7 @@ class OnCpu final : public Backend {
         messages_(peers.backend, options.timeout),
         records_(static_cast<std::size_t>(size_)),
         wire_(at::zeros({size_ * kRecordBytes}, at::kByte)),
+        scratch_(at::empty({0}, at::kByte)),
         notes_(peers.store),
         near_(rank_, options.timeout) {
     if (!peers.store) return;
@@ -160,6 +162,7 @@ class OnCpu final : public Backend {
   std::optional<std::string> note(const std::string& key) override { return notes_.find(key); }
 
   void abort(const std::string& message) noexcept override {
+    if (in_child()) return;  // the group is the parent's, and what it shows the others is shared
     const std::string whole = join("[comm] ", name_of(rank_), " ended the group: ", message);
     failure_.set(whole);
     if (watch_) watch_->publish(whole);
@@ -172,6 +175,10 @@ class OnCpu final : public Backend {
   // `read`: what the others read of this rank, where they read.
   template <class Work>
   void run(const Call& call, const at::Tensor& read, Work work) {
+    if (in_child()) {
+      fail("comm", describe(call), " in the child of a fork: the group is its parent's, rank ",
+           rank_, "; make a group in the child");
+    }
     place_ = describe(call);
     if (watch_) watch_->enter(call);
     try {
@@ -190,7 +197,8 @@ class OnCpu final : public Backend {
   void agree(const at::Tensor& read) {
     auto& own = records_[static_cast<std::size_t>(rank_)];
     own[0] = static_cast<std::int64_t>(digest_of(place_));
-    own[1] = read.defined() ? reinterpret_cast<std::int64_t>(read.const_data_ptr()) : 0;
+    // Not the const one: a lazy clone would move when the collective writes to it.
+    own[1] = read.defined() ? reinterpret_cast<std::int64_t>(read.mutable_data_ptr()) : 0;
     if (near_each_other_) {
       near_.meet(records_);
     } else {
@@ -286,6 +294,8 @@ class OnCpu final : public Backend {
     failure_.set(message);
     stop();
   }
+
+  bool in_child() const noexcept { return generation_ != fork_generation(); }
 
   void stop() noexcept {
     near_.stop();
@@ -400,6 +410,7 @@ class OnCpu final : public Backend {
   const int size_;
   const Options options_;
   const int tag_;
+  const int generation_ = fork_generation();
   Failure failure_;
   Messages messages_;
   std::vector<Record> records_;  // of all ranks, of the collective this rank is in

@@ -1,8 +1,10 @@
 // Groups of processes over gloo, made without Python: the bits of the threads group.
+#include <ATen/ops/_lazy_clone.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -240,6 +242,66 @@ TEST(Rank, DISABLED_ReadsWhatIsNear) {
   }
 }
 
+// Its memory moves when it is first written to.
+TEST(Rank, DISABLED_ReducesALazyClone) {
+  const auto group = from_environment();
+  group->barrier("met");
+  const std::int64_t numel = 50001;
+  const auto original = flat_of(values_of(group->rank(), numel));
+  const auto lazy = at::_lazy_clone(original);
+  group->all_reduce(lazy, "x").wait();
+  EXPECT_TRUE(same_bits(lazy, sum_in_order(group->size(), numel, at::kFloat)));
+  EXPECT_TRUE(same_bits(original, flat_of(values_of(group->rank(), numel))));
+}
+
+TEST(Rank, DISABLED_SumsNothing) {
+  const auto group = from_environment();
+  group->all_reduce(at::zeros({0}, at::kFloat), "x").wait();
+  group->reduce_scatter(at::zeros({0}, at::kFloat), at::zeros({0}, at::kFloat), "x").wait();
+  group->barrier("end");
+}
+
+// What a child does with its parent's group is nothing to the other ranks.
+TEST(Rank, DISABLED_Forks) {
+  const auto group = from_environment();
+  const auto values = at::full({5}, 1, at::kFloat);
+  group->all_reduce(values, "x").wait();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(10);
+    try {
+      group->barrier("in the child");
+    } catch (const Error& error) {
+      group->abort("the child's failure");
+      const bool says =
+          std::string(error.what()).find("in the child of a fork") != std::string::npos;
+      _exit(says ? 0 : 1);
+    }
+    _exit(2);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  for (int i = 0; i < 3; ++i) group->all_reduce(values, "x").wait();
+  EXPECT_EQ(values.const_data_ptr<float>()[0], 16);  // two ranks, four times
+}
+
+// Its page cannot be found: another file, as long and as empty, lies in its place.
+TEST(Rank, DISABLED_LosesItsPage) {
+  const auto group = from_environment();
+  for (int descriptor = 3; descriptor < 1000 && group->rank() == 1; ++descriptor) {
+    char name[64] = {};
+    const auto link = join("/proc/self/fd/", descriptor);
+    if (readlink(link.c_str(), name, sizeof(name) - 1) < 0) continue;
+    if (std::string(name).find("memfd:poise") == std::string::npos) continue;
+    const auto other = std::tmpfile();
+    ASSERT_EQ(ftruncate(fileno(other), 4096), 0);
+    dup2(fileno(other), descriptor);
+  }
+  alarm(20);
+  for (int i = 0; i < 3; ++i) group->barrier("x");
+}
+
 TEST(Rank, DISABLED_ShardsInBlocks) {
   const auto ranks = ranks_from_environment(2);
   EXPECT_EQ(ranks.all->size(), 4);
@@ -291,6 +353,20 @@ TEST(ProcessGroup, SendsWhereOneRankCannotBeRead) {
   }
   expect_all_well(ranks);
 }
+
+TEST(ProcessGroup, ReducesALazyClone) {
+  run_ranks("ReducesALazyClone", 2);
+  run_ranks("ReducesALazyClone", 3);
+}
+
+TEST(ProcessGroup, SendsWhereAnotherFileLiesInThePlaceOfAPage) { run_ranks("LosesItsPage", 2); }
+
+TEST(ProcessGroup, SumsNothing) {
+  run_ranks("SumsNothing", 2);
+  run_ranks("SumsNothing", 2, kApart);
+}
+
+TEST(ProcessGroup, IsNotEndedByTheChildOfAFork) { run_ranks("Forks", 2); }
 
 TEST(ProcessGroup, ShardsInBlocks) { run_ranks("ShardsInBlocks", 4); }
 
