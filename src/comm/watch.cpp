@@ -1,7 +1,10 @@
-// The thread of the watch. Keys: "failure", "beat/<rank>", "name/<rank>", "done" (a count).
+// The threads of the watch. One asks the store: keys "failure", "beat/<rank>", "name/<rank>",
+// "done" (a count). The other sees that the first waits for an answer too long: its calls have no
+// limit, and the process that holds the store may have been stopped.
 #include "comm/watch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "comm/beat.h"
@@ -55,10 +58,39 @@ struct Watch::State {
       const auto job = jobs.front();
       jobs.pop_front();
       lock.unlock();
-      job->work(*store);
+      asking([&] { job->work(*store); });
       lock.lock();
       job->done = true;
       changed.notify_all();
+    }
+  }
+
+  template <class Questions>
+  void asking(Questions questions) {
+    {
+      const std::lock_guard lock(mutex);
+      asked = Clock::now();
+    }
+    questions();
+    const std::lock_guard lock(mutex);
+    asked = std::nullopt;
+  }
+
+  // On the other thread, until the watch ends.
+  void wait_for_answers() {
+    std::unique_lock lock(mutex);
+    auto last = Clock::now();
+    while (!changed.wait_for(lock, settings.period, [&] { return stopping || ended; })) {
+      const auto now = Clock::now();
+      // Time in which this rank slept itself does not count.
+      if (now - last > settings.patience / 2 && asked) asked = now;
+      last = now;
+      if (!asked || now - *asked <= settings.patience) continue;
+      lock.unlock();
+      report(join("[comm] the store of the group has not answered for ",
+                  settings.patience.count() / 1000.0, " s; its host, ", named(0),
+                  " or the launcher, was stopped or is out of reach: look at both"));
+      return;
     }
   }
 
@@ -120,8 +152,7 @@ struct Watch::State {
   }
 
   void report(const std::string& message) {
-    if (reported) return;
-    reported = true;
+    if (reported.exchange(true)) return;
     {
       const std::lock_guard lock(mutex);
       failure = message;
@@ -173,12 +204,13 @@ struct Watch::State {
   std::vector<std::string> names;
   std::optional<std::string> failure;
   std::deque<std::shared_ptr<Job>> jobs;
+  std::optional<Clock::time_point> asked;  // since when the store owes an answer
+  std::atomic<bool> reported = false;
   bool stopping = false;
   bool ended = false;
 
   // The thread's own.
   int known = 0;
-  bool reported = false;
   std::int64_t last_pulse = -1;
   Clock::time_point last_seen = Clock::now();
   Clock::time_point last_look = Clock::now();
@@ -187,7 +219,7 @@ struct Watch::State {
 void Watch::run(const std::shared_ptr<State>& state) {
   State& my = *state;
   try {
-    my.store->set(key_of("name", my.rank), own_name());
+    my.asking([&] { my.store->set(key_of("name", my.rank), own_name()); });
     auto next_round = Clock::now();
     std::unique_lock lock(my.mutex);
     while (!my.stopping) {
@@ -197,7 +229,7 @@ void Watch::run(const std::shared_ptr<State>& state) {
         continue;
       }
       lock.unlock();
-      my.round();
+      my.asking([&] { my.round(); });
       next_round = Clock::now() + my.settings.period;
       lock.lock();
     }
@@ -217,7 +249,8 @@ void Watch::run(const std::shared_ptr<State>& state) {
 Watch::Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
              std::function<void(const std::string&)> failed)
     : state_(std::make_shared<State>(std::move(store), rank, size, settings, std::move(failed))),
-      thread_([state = state_] { run(state); }) {}
+      thread_([state = state_] { run(state); }),
+      answers_([state = state_] { state->wait_for_answers(); }) {}
 
 Watch::~Watch() {
   std::unique_lock lock(state_->mutex);
@@ -226,6 +259,7 @@ Watch::~Watch() {
   const auto longest = state_->settings.linger + kJoin;
   const bool ended = state_->changed.wait_for(lock, longest, [&] { return state_->ended; });
   lock.unlock();
+  answers_.join();
   if (ended) {
     thread_.join();
   } else {

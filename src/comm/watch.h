@@ -56,6 +56,7 @@ class Watch {
   static void run(const std::shared_ptr<State>& state);
   std::shared_ptr<State> state_;  // shared with the thread: it may hang in the network
   std::thread thread_;
+  std::thread answers_;  // sees that the other one gets some
 };
 
 }  // namespace poise::comm

@@ -176,6 +176,21 @@ TEST(LostRank, FrozenIsNamedByItsMissingBeat) {
   }
 }
 
+// It holds the store, so that nobody answers.
+TEST(LostRank, AFrozenStoreIsNamed) {
+  const auto ranks = start_ranks("Impatient", 3);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  std::this_thread::sleep_for(500ms);
+  ranks[0]->signal(SIGSTOP);
+  for (const std::size_t rank : {1u, 2u}) {
+    EXPECT_TRUE(ranks[rank]->wait(20s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+    EXPECT_THAT(ranks[rank]->output(),
+                ContainsRegex("store of the group has not answered for 1 s; its host, rank 0 "
+                              "\\(host .*\\) or the launcher, was stopped"));
+  }
+}
+
 TEST(LostRank, PassesItsMessageOn) {
   const auto start = std::chrono::steady_clock::now();
   const auto ranks = start_ranks("FailsInTheThirdStep", 3);
