@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .SILENT:
-.PHONY: help setup setup-tests build test test-packaging demo bench stubs lint format clean
+.PHONY: help setup setup-tests build build-tests test test-packaging demo bench stubs lint format clean
 
 # The base folder makes ccache's paths relative: another build folder or clone finds the same objects.
 export CCACHE_BASEDIR := $(CURDIR)
@@ -29,14 +29,27 @@ setup:
 setup-tests:
 	setup/prepare.sh tests
 
-build: setup
+# What programs need: the library, the command, the Python package. The asan preset has no package.
+programs := $(if $(filter asan,$(PRESET)),poise_cli,poise_cli poise_extension poise_python_stage)
+
+# About 5 s of processor for a file. $(1): targets.
+define compile
 	$(environment)
 	SECONDS=0
 	cmake --preset $(PRESET) --log-level=WARNING
-	cmake --build --preset $(PRESET) --parallel $(JOBS)
+	files=$$(cmake --build --preset $(PRESET) --target $(1) -- -n | grep -c Building || true)
+	[ "$$files" -lt 20 ] || echo "build: $$files files to compile, about $$((files * 5 / $(JOBS) / 60 + 1)) minutes on $(JOBS) free cores"
+	cmake --build --preset $(PRESET) --parallel $(JOBS) --target $(1)
 	echo "build: ready in $$SECONDS s (build/$(PRESET))"
+endef
 
-test: setup-tests build
+build: setup
+	$(call compile,$(programs))
+
+build-tests: setup-tests
+	$(call compile,all)
+
+test: build-tests
 	$(environment)
 	PRESET=$(PRESET) JOBS=$(JOBS) tests/run.sh
 

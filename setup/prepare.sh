@@ -120,7 +120,13 @@ sys.exit(tuple(map(int, re.findall(r"\d+", sys.stdin.read())[:2])) < (3, 25))'; 
   "$python" -m pip install --progress-bar off cmake==3.31.6
 fi
 
-# 4. Tell the makefile which interpreter it is.
-mkdir -p build/setup
-printf 'export POISE_SETUP_PYTHON=%q\nexport PATH=%q:$PATH\n' "$python" "$(dirname "$python")" > build/setup/environment
+# 4. Tell the makefile which interpreter it is, and a shell where poise is: for its own programs too.
+mkdir -p build/setup/bin
+printf '#!/bin/sh\nexec %q -m poise "$@"\n' "$python" > build/setup/bin/poise
+chmod +x build/setup/bin/poise
+{
+  printf 'export POISE_SETUP_PYTHON=%q\n' "$python"
+  printf 'export PATH=%q:%q:$PATH\n' "$PWD/build/setup/bin" "$(dirname "$python")"
+  printf 'export PYTHONPATH=%q${PYTHONPATH:+:$PYTHONPATH}\n' "$PWD/build/cpu/python"
+} > build/setup/environment
 echo "set-up: ready ($python, torch $("$python" setup/missing.py torch "$torch_low" "$torch_high"))"
