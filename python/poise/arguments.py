@@ -12,6 +12,21 @@ from poise.arguments_table import OLD_NAMES, TABLE, Field, plain_value
 
 logger = logging.getLogger("poise")
 
+# What the same thing is called in a run.json, in DeepSpeed and in other trainers.
+ELSEWHERE = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "global_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "lr": "learning_rate",
+    "clip": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "epochs": "num_train_epochs",
+    "max_updates": "max_steps",
+}
+
 FIELDS: dict[str, Field] = {field.name: field for field in TABLE}
 
 
@@ -35,7 +50,10 @@ def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], d
             continue
         field = FIELDS.get(new_name)
         if field is None:
-            nearest = difflib.get_close_matches(name, [*known, *FIELDS], n=1, cutoff=0.0)[0]
+            nearest = (
+                ELSEWHERE.get(name)
+                or (difflib.get_close_matches(name, [*known, *FIELDS], n=1, cutoff=0.0)[0])
+            )
             raise Error(f"[trainer] unknown argument {name}; did you mean {nearest}?")
         if field.fate == "refused" and not field.is_harmless(value):
             raise Error(f"[trainer] {name} is {plain_value(value)!r}: {field.text}; leave it out")

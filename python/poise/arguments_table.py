@@ -152,7 +152,7 @@ TABLE: tuple[Field, ...] = (
     # Optimizer.
     _refused("optim_args", "the arguments of the optimizer are fields of their own"),
     _refused("optim_target_modules", "there is no kernel of a low-rank optimizer"),
-    _refused("adafactor", "there is no kernel for it yet", False),
+    _refused("adafactor", 'say optim="adafactor"', False),
     _refused("neftune_noise_alpha", "add the noise in the model's embedding"),
     # Precision.
     *_noted(
@@ -187,11 +187,10 @@ TABLE: tuple[Field, ...] = (
         ("include_num_input_tokens_seen", "no"),
         ("include_tokens_per_second", False),
     ),
+    *_noted("the first rank logs", ("log_on_each_node", True), ("log_level_replica", "warning")),
     *_noted(
-        "the first rank logs",
-        ("log_on_each_node", True),
+        "error and critical show nothing of a run; disable_tqdm leaves out the bar alone",
         ("log_level", "passive"),
-        ("log_level_replica", "warning"),
     ),
     *_mapped(
         "tensorboard or wandb, where installed; for another service give its own callback in callbacks=",
@@ -275,9 +274,8 @@ _HEAD = """\
 # Fields of transformers' TrainingArguments
 
 `poise.Trainer` takes transformers' own TrainingArguments as well as poise's, which have the same names and defaults
-and a few more (`global_batch_size`, `memory_budget`, `zero_stage`, ...: see `poise.TrainingArguments`). Each field is
-mapped, accepted with nothing to do, or refused with a reason; one at its default is never an error. This page is made
-from the table that the class goes by: `python -m poise.reference training_arguments > docs/training_arguments.md`; a test compares the two
+and a few more ([at the end](#fields-of-poises-own)). Each field is mapped, accepted with nothing to do, or refused with
+a reason; one at its default is never an error. This page is made from the table that the class goes by: `python -m poise.reference training_arguments > docs/training_arguments.md`; a test compares the two
 and checks that every field of the installed transformers is here.
 
 | field | here | |

@@ -155,6 +155,26 @@ def parameters(model: nn.Module) -> str:
     return f"{trained:,} of {sum(numel for numel, _ in numels):,} parameters are trained"
 
 
+def types(model: nn.Module) -> set[torch.dtype]:
+    """Of floating-point parameters that are trained."""
+    return {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+
+
+def changed_types(before: set[torch.dtype], after: set[torch.dtype]) -> str | None:
+    """What is to be said of parameters that came in another type than they are kept in; None: nothing."""
+    came = before - after
+    if not came or not after:
+        return None
+
+    def named(dtypes: set[torch.dtype]) -> str:
+        return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+    return (
+        f"poise: parameters came in {named(came)} and are kept in {named(after)} from now on; "
+        "bf16=True or fp16=True runs the forward in 16 bits, with fp32 parameters"
+    )
+
+
 def precision(policy: dict[str, Any]) -> str:
     """The types of numbers; `policy` is the section of that name."""
     forward, kept = policy["dtype"], policy["parameters"]

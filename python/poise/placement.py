@@ -117,9 +117,11 @@ def in_order(
     if not possible:
         least = min(held.values())
         raise Error(
-            f"[plan] parameters, gradients and optimizer states alone take {format_bytes(least)} of the "
-            f"{format_bytes(task.budget)} that were given, however they are sharded and wherever the "
-            "optimizer's lie; raise memory_budget, or shard over more ranks"
+            f"[plan] what is held between micro-batches takes {format_bytes(least)} at the least, of "
+            f"{format_bytes(task.budget)} that were given: with every stage that {task.ranks} "
+            f"rank{'s' if task.ranks > 1 else ''} may have and, where it may leave, the optimizer's "
+            "state away from the device; raise memory_budget well above that, offload parameters "
+            "and gradients too, or start more ranks"
         )
     if len({place.stage for place in possible}) == 1:
         return possible

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from poise.arguments_table import reference as training_arguments
+from poise import arguments_table, own_arguments
 from poise.deepspeed.keys import reference as deepspeed
+
+
+def training_arguments() -> str:
+    return arguments_table.reference() + own_arguments.reference()
+
 
 PAGES = {"deepspeed": deepspeed, "training_arguments": training_arguments}
 

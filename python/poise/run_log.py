@@ -166,8 +166,8 @@ class RunLog:
             self.write(self._line(self._last))
 
     def note(self, line: str) -> None:
-        """Text for people, unless nothing is to be shown."""
-        if self._group.rank == 0 and self._args.disable_tqdm is not True:
+        """Text for people, unless log_level asks for less."""
+        if self._group.rank == 0 and not self._args.is_quiet:
             self._bar.note(line)
 
     def write(self, line: dict[str, Any]) -> None:

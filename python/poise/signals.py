@@ -10,11 +10,12 @@ from collections.abc import Iterator
 SAVE_FIRST = (signal.SIGTERM, signal.SIGUSR1)  # ask a run that saves for a save and its end
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal came; `number` says which."""
+class Interrupted(SystemExit):
+    """A signal came; `number` says which. Where nobody catches it the program ends, without a
+    traceback, with the status that shells give to that signal: 128 + number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
+        super().__init__(128 + number)
         self.number = number
 
 

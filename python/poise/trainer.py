@@ -295,7 +295,9 @@ class Trainer(TrainerEvaluation):
 
     def _take_engine(self, config: dict[str, Any]) -> None:
         if self.engine is None:
+            before = banner.types(self.model)
             self.engine = Engine(self.model, config, self._units, self._group)
+            self._note_types(before)
             self._made_from = _without_schedule(self.args.to_config(0))
         else:
             self.engine.set_schedule(config, self.engine.updates)
@@ -532,8 +534,14 @@ class Trainer(TrainerEvaluation):
                     "eval_dataset; give one to poise.Trainer"
                 )
 
+    def _note_types(self, before: set[torch.dtype]) -> None:
+        """Says it where the engine keeps parameters in another type than the model came in."""
+        line = banner.changed_types(before, banner.types(self.model))
+        if line and not self.args.is_quiet and self._group.rank == 0:
+            print(line, file=sys.stderr)
+
     def _show_banner(self, run: RunLength, data: Any) -> None:
-        if self.args.disable_tqdm is True or self._group.rank > 0:
+        if self.args.is_quiet or self._group.rank > 0:
             return
         settings = settings_of(self.engine.config)
         settings["checkpointing"] = self.engine.checkpointing

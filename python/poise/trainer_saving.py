@@ -96,7 +96,10 @@ class TrainerSaves:
         if log.control.ended_by_signal:
             self._engine.finish_save()
             number = self._signals.save_asked
-            log.note(f"ended by a signal; saved after update {step} in {self._folder}")
+            log.note(
+                f"ended by a signal; saved after update {step} in {log.last_save}; goes on from there "
+                "with resume_from_checkpoint=True"
+            )
             raise Interrupted(number if number is not None else 15)
 
     def after_epoch(self) -> None:

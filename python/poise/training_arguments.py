@@ -147,8 +147,9 @@ class _Arguments:
 
 
 class TrainingArguments(_Arguments):
-    """Settings of a Trainer; docs/training_arguments.md has every field of transformers' class of
-    that name and what becomes of it. Fields that are accepted and do nothing here can be read."""
+    """Settings of a Trainer; docs/training_arguments.md has its own fields, every field of
+    transformers' class of that name, and what becomes of it. Fields that are accepted and do nothing
+    here can be read."""
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         if output_dir is not None:
@@ -192,6 +193,11 @@ class TrainingArguments(_Arguments):
         if name in arguments.FIELDS:
             return arguments.FIELDS[name].default
         raise AttributeError(f"TrainingArguments has no {name}")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is shown but errors: log_level="error" or "critical"."""
+        return self.log_level in ("error", "critical")
 
     @property
     def balance_is_open(self) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 
 import poise
 import pytest
+from poise.arguments import ELSEWHERE
 from poise.config import read_config, settings_of
 from poise.profiling import read_steps
 from poise.run_length import RunLength
@@ -106,6 +107,13 @@ def test_unknown_argument_names_the_nearest():
         poise.Error, match="unknown argument learning_rat; did you mean learning_rate"
     ):
         TrainingArguments(learning_rat=1)
+
+
+def test_names_that_others_use_are_known():
+    fields = {field.name for field in dataclasses.fields(_Arguments)}
+    assert set(ELSEWHERE.values()) <= fields and not set(ELSEWHERE) & fields
+    with pytest.raises(poise.Error, match="micro_batch_size; did you mean per_device_train_batch"):
+        TrainingArguments(micro_batch_size=4)
 
 
 @pytest.mark.parametrize("given", [{"save_only_model": True}, {"push_to_hub": True}])

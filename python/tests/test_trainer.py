@@ -327,6 +327,29 @@ def test_banner_has_the_arithmetic(tmp_path, capsys):
     assert "recomputed blocks: every_n" in text
 
 
+def test_without_the_bar_the_lines_stay(tmp_path, capsys):
+    poise.Trainer(tiny(), arguments(tmp_path, disable_tqdm=True), train_dataset=Rows(10)).train()
+    text = capsys.readouterr().err
+    assert "= global batch 4" in text and "update 6/6" in text
+    assert "update/s" not in text  # the bar
+
+
+def test_log_level_error_shows_nothing(tmp_path, capsys):
+    args = arguments(tmp_path, disable_tqdm=True, log_level="error")
+    poise.Trainer(tiny(), args, train_dataset=Rows(10)).train()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [(torch.bfloat16, "bfloat16"), (torch.float64, "float64"), (None, None)]
+)
+def test_parameters_of_another_type_are_told(dtype, said, tmp_path, capsys):
+    model = tiny().to(dtype) if dtype else tiny()
+    poise.Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=Rows(4)).train()
+    line = f"parameters came in {said} and are kept in float32 from now on"
+    assert (line in capsys.readouterr().err) == (said is not None)
+
+
 def test_attention_backend_is_shown(tmp_path, capsys):
     class Attention(nn.Module):
         def __init__(self):

@@ -150,6 +150,7 @@ def test_a_signal_saves_and_ends(tmp_path, number):
     with pytest.raises(signals.Interrupted) as caught:
         stopped.train()
     assert caught.value.number == number
+    assert caught.value.code == 128 + number  # of the process, where nobody catches it
     assert names(tmp_path / "out") == ["checkpoint-5"]
     assert signal.getsignal(number) is signal.SIG_DFL
     resumed = trainer(tmp_path / "out", seed=3, resume_from_checkpoint=True)
