@@ -184,4 +184,11 @@ def precision(policy: dict[str, Any]) -> str:
 
 def _budget(args: TrainingArguments) -> str:
     budget = args.memory_budget
-    return "none" if not budget else f"{budget:,} bytes" if isinstance(budget, int) else budget
+    if not budget:
+        return "none"
+    text = f"{budget:,} bytes" if isinstance(budget, int) else budget
+    if args.global_batch_size is None:
+        text += (
+            " (with global_batch_size the split that fits it is found; without, it stays as given)"
+        )
+    return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from poise import choices
 from poise._C import Error
 
 if TYPE_CHECKING:
@@ -37,20 +38,17 @@ def updates_of(value: float, total: int) -> int:
 
 def check(args: TrainingArguments) -> None:
     """Raises poise.Error on a schedule, or a setting of one, that is not known."""
-    if args.lr_scheduler_type not in TYPES:
-        raise Error(
-            f"[trainer] lr_scheduler_type is {args.lr_scheduler_type!r}; use {', '.join(TYPES)}"
-        )
+    choices.check("lr_scheduler_type", args.lr_scheduler_type, TYPES)
     if args.warmup_steps < 0:
         raise Error(
             f"[trainer] warmup_steps is {args.warmup_steps}; give updates, or a part in (0, 1)"
         )
     if args.lr_scheduler_type == "constant" and args.warmup_steps:
         raise Error("[trainer] warmup_steps with a constant schedule; use constant_with_warmup")
-    allowed = KWARGS.get(args.lr_scheduler_type, {})
+    settings = KWARGS.get(args.lr_scheduler_type, {})
     for name in args.lr_scheduler_kwargs or {}:
-        if name not in allowed:
-            known = ", ".join(allowed) or "none"
+        if name not in settings:
+            known = ", ".join(settings) or "none"
             raise Error(
                 f"[trainer] lr_scheduler_kwargs has {name!r}; {args.lr_scheduler_type} knows "
                 f"{known}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from poise import arguments, placement, ranks, schedule_arguments
+from poise import arguments, choices, placement, ranks, schedule_arguments
 from poise._C import Error
 from poise.deepspeed import of_trainer
 from poise.placement import Placement
@@ -375,18 +375,20 @@ class TrainingArguments(_Arguments):
     def _check(self) -> None:
         if self.bf16 and self.fp16:
             raise Error("[trainer] bf16 and fp16 are both on; choose one")
-        _one_of("optim", self.optim, OPTIMIZERS)
-        _one_of("optimizer_moments", self.optimizer_moments, (None, "fp32", "bf16", "8bit"))
-        _one_of("on_misfit", self.on_misfit, ("refuse", "warn"))
-        _one_of("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
-        _one_of("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
-        _one_of("save_strategy", self.save_strategy, ("no", "steps", "epoch", "best"))
+        choices.check("optim", self.optim, OPTIMIZERS)
+        choices.check("optimizer_moments", self.optimizer_moments, (None, "fp32", "bf16", "8bit"))
+        choices.check("on_misfit", self.on_misfit, ("refuse", "warn"))
+        choices.check("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
+        choices.check("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
+        choices.check("save_strategy", self.save_strategy, ("no", "steps", "epoch", "best"))
         self._check_best()
         if not self.save_steps > 0:
             raise Error(f"[trainer] save_steps is {self.save_steps}; give more than 0")
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise Error(f"[trainer] save_total_limit is {self.save_total_limit}; give 1 or more")
-        _one_of("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"))
+        choices.check(
+            "train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")
+        )
         schedule_arguments.check(self)
         read_steps(self.profile_steps)
         for name in (
@@ -445,7 +447,7 @@ class TrainingArguments(_Arguments):
         places = {kind: getattr(self, f"offload_{kind}") for kind in kinds}
         for kind, place in places.items():
             allowed = ("none", "host") if kind == "gradients" else ("none", "host", "file")
-            _one_of(f"offload_{kind}", place, allowed)
+            choices.check(f"offload_{kind}", place, allowed)
         if ("file" in places.values()) != (self.offload_directory is not None):
             raise Error(
                 f"[trainer] offload_directory is {self.offload_directory!r} and what is offloaded "
@@ -454,7 +456,7 @@ class TrainingArguments(_Arguments):
             )
 
     def _check_ranks(self) -> None:
-        _one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        choices.check("zero_stage", self.zero_stage, (0, 1, 2, 3))
         if self.zero_keep_gathered and self.zero_stage != 3:
             raise Error(
                 f"[trainer] zero_keep_gathered with zero_stage {self.zero_stage}, which shards no "
@@ -523,8 +525,3 @@ def _free_memory(device: torch.device) -> int:
         )
     free, _ = torch.cuda.mem_get_info(device)
     return free
-
-
-def _one_of(name: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
-        raise Error(f"[trainer] {name} is {value!r}; use {', '.join(map(str, allowed))}")
