@@ -134,6 +134,8 @@ from test_wrap import network, rows
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 args = parser.parse_args()
 deepspeed.init_distributed()
+# Not as the last thing: torch's own thread would let go of the tensor while the interpreter ends, and abort.
+deepspeed.comm.all_reduce(torch.ones(1))
 get_accelerator().set_device(int(os.environ.get("LOCAL_RANK")))
 if torch.distributed.get_rank() != 0:
     torch.distributed.barrier()
@@ -154,12 +156,9 @@ for _ in range(2):
         loss = criterion(engine(inputs.to(device)), labels.to(device))
         engine.backward(loss)
         engine.step()
-deepspeed.comm.all_reduce(loss.detach())
 state = engine.module_state_dict()
 if engine.global_rank == 0:
     print(json.dumps({{name: value.tolist() for name, value in state.items()}}))
-# Else torch's own thread may let go of the tensor of its all_reduce while the interpreter ends, and abort.
-torch.distributed.destroy_process_group()
 """
 
 

@@ -72,7 +72,7 @@ def test_a_choice_that_cannot_be_meant_is_an_error(include, exclude, words):
 
 
 SCRIPT = """
-import argparse, json, os, sys
+import argparse, json, os, sys, time
 import poise as deepspeed
 import torch
 
@@ -88,6 +88,7 @@ said = {"rank": place.get_rank(), "local": options.local_rank, "total": float(to
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
 with open(f"{options.out}.{place.get_rank()}", "w") as file:
     json.dump(said, file)
+time.sleep(0.3)  # torch's own thread lets go of `total`; while the interpreter ends it would abort
 sys.exit(3 if options.deepspeed_config == "fail" and place.get_rank() == 0 else 0)
 """
 
