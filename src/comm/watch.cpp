@@ -65,15 +65,22 @@ struct Watch::State {
     }
   }
 
-  template <class Questions>
-  void asking(Questions questions) {
+  // Every question by itself: those of a large group together may take longer than one may.
+  template <class Question>
+  void asking(Question question) {
     {
       const std::lock_guard lock(mutex);
       asked = Clock::now();
     }
-    questions();
+    question();
     const std::lock_guard lock(mutex);
     asked = std::nullopt;
+  }
+
+  std::optional<std::string> look_up(const std::string& key) {
+    std::optional<std::string> found;
+    asking([&] { found = read(*store, key); });
+    return found;
   }
 
   // On the other thread, until the watch ends.
@@ -96,21 +103,21 @@ struct Watch::State {
 
   void round() {
     learn_names();
-    if (const auto message = read(*store, "failure")) report(*message);
+    if (const auto message = look_up("failure")) report(*message);
     Beat mine;
     {
       const std::lock_guard lock(mutex);
       ++own.pulse;
       mine = own;
     }
-    store->set(key_of("beat", rank), text_of(mine));
+    asking([&] { store->set(key_of("beat", rank), text_of(mine)); });
     if (!reported) look_at_next(mine);
   }
 
   void learn_names() {
     for (int other = 0; other < size && known < size; ++other) {
       if (!names[static_cast<std::size_t>(other)].empty()) continue;
-      const auto name = read(*store, key_of("name", other));
+      const auto name = look_up(key_of("name", other));
       if (!name) continue;
       const std::lock_guard lock(mutex);
       names[static_cast<std::size_t>(other)] = *name;
@@ -120,7 +127,7 @@ struct Watch::State {
 
   void look_at_next(const Beat& mine) {
     const int next = (rank + 1) % size;
-    const auto text = read(*store, key_of("beat", next));
+    const auto text = look_up(key_of("beat", next));
     if (!text) return;  // not there yet: slow to start, not gone
     const Beat theirs = beat_of(*text);
     const auto now = Clock::now();
@@ -147,8 +154,8 @@ struct Watch::State {
   }
 
   void declare(const std::string& message) {
-    store->compareSet("failure", std::string(), message);
-    report(read(*store, "failure").value_or(message));
+    asking([&] { store->compareSet("failure", std::string(), message); });
+    report(look_up("failure").value_or(message));
   }
 
   void report(const std::string& message) {
@@ -229,7 +236,7 @@ void Watch::run(const std::shared_ptr<State>& state) {
         continue;
       }
       lock.unlock();
-      my.asking([&] { my.round(); });
+      my.round();
       next_round = Clock::now() + my.settings.period;
       lock.lock();
     }
