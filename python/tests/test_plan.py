@@ -111,10 +111,9 @@ def test_offloaded_activations_are_counted(units, policy, tmp_path, capfd):
     }
     ours, theirs = predicted(settings, tmp_path, capfd), measured(settings)
     kept = predicted({**settings, "offload": {}}, tmp_path, capfd)
-    # Plans count two of the largest tensors, an MLP's, as still on their way. How many really are
-    # at the peak is the moment's: none, where all had left by then.
+    # Plans count two of the largest tensors, an MLP's, as on their way; one of them may be smaller.
     largest = 4 * 8 * SMALL["sequence_length"] * 4 * SMALL["width"]
-    assert ours["peak_bytes"] - 2 * largest <= theirs["peak_bytes"] <= 1.02 * ours["peak_bytes"]
+    assert ours["peak_bytes"] - largest <= theirs["peak_bytes"] <= ours["peak_bytes"] + SCALARS
     if policy["policy"] == "none":
         assert ours["peak_bytes"] < 0.9 * kept["peak_bytes"]
 

@@ -174,9 +174,9 @@ def test_activations_that_are_offloaded_are_traced():
     assert away.settings["offload"] == {"activations": "host"}
     assert away.peak_bytes < 0.7 * kept.best.peak_bytes
     measured = measured_peak(model, rows, byte_loss(model), away)
-    # The plan counts two of the largest tensors as on their way, as in test_plan.py.
+    # The plan counts two of the largest tensors as on their way; one of them may be smaller.
     largest = 4 * 8 * 128 * 4 * 128
-    assert away.peak_bytes - 2 * largest <= measured <= 1.02 * away.peak_bytes
+    assert away.peak_bytes - largest <= measured <= away.peak_bytes
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
