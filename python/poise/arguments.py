@@ -50,10 +50,8 @@ def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], d
             continue
         field = FIELDS.get(new_name)
         if field is None:
-            nearest = (
-                ELSEWHERE.get(name)
-                or (difflib.get_close_matches(name, [*known, *FIELDS], n=1, cutoff=0.0)[0])
-            )
+            alike = difflib.get_close_matches(name, [*known, *FIELDS], n=1, cutoff=0.0)
+            nearest = ELSEWHERE.get(name, alike[0])
             raise Error(f"[trainer] unknown argument {name}; did you mean {nearest}?")
         if field.fate == "refused" and not field.is_harmless(value):
             raise Error(f"[trainer] {name} is {plain_value(value)!r}: {field.text}; leave it out")
