@@ -242,13 +242,30 @@ def test_calibration_is_read_by_plans(tmp_path, capfd, monkeypatch):
     assert code == 0 and str(path) in out
     rates = json.loads(path.read_text())
     assert rates["float_flops"] > 1e8 and rates["memory_rate"] > 1e8 and rates["overhead"] >= 0
+    assert 1e6 < rates["file_rate"] < 1e12
     after = json.loads(run([*DESCRIBED, "--gpus", "1xCPU", "--json"], capfd)[1])
     assert before["device"] == "CPU" and after["device"] == "CPU (measured)"
     assert after["best"]["seconds"]["update"] != before["best"]["seconds"]["update"]
     text = run([*DESCRIBED, "--gpus", "1xCPU"], capfd)[1]
     assert "times from rates that were measured here" in text
+    assert "no GPU was measured" in run([*DESCRIBED, "--gpus", "2xthis"], capfd)[2]
     path.write_text("[]")
     assert "holds no JSON object" in run([*DESCRIBED, "--gpus", "1xCPU"], capfd)[2]
+
+
+def test_the_gpu_of_this_machine_is_planned_for_once_it_was_measured(tmp_path, capfd):
+    device = {"memory": "80GiB", "half_flops": 4e14, "float_flops": 5e13, "memory_rate": 3e12}
+    machine, described = tmp_path / "machine.json", tmp_path / "device.json"
+    machine.write_text(json.dumps({"float_flops": 1e11, "gpu": device}))
+    described.write_text(json.dumps(device))
+    asked = [*DESCRIBED, "--json"]
+    found = run([*asked, "--gpus", "8xthis", "--machine", str(machine)], capfd)[1]
+    same = run([*asked, "--gpus", f"8x{described}"], capfd)[1]
+    assert found.replace("this GPU (measured)", str(described)) == same
+    text = run([*DESCRIBED, "--gpus", "8xthis", "--machine", str(machine)], capfd)[1]
+    assert "times from rates that were measured here" in text
+    cpu = run([*asked, "--gpus", "1xCPU", "--machine", str(machine)], capfd)[1]
+    assert json.loads(cpu)["device"] == "CPU (measured)"
 
 
 @pytest.mark.parametrize(

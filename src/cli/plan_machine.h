@@ -12,15 +12,13 @@ namespace poise::cli {
 // Of the arguments; one CPU where they name no device. Throws Error.
 plan::Machine machine_of(const PlanArguments& arguments);
 
-// A device that a file describes: {"memory": "80GiB", "half_flops": 9.9e14, ...}.
-plan::Device described_device(const std::string& path);
-
 // The CPU of this machine: with the rates of `path`, or of the usual file, where
 // `poise plan --calibrate` wrote them; else with those of the table, which are a guess.
 plan::Device this_cpu(const std::string& path = "");
 bool is_measured(const plan::Device& device);
 
-// Measures the CPU and writes its rates, for this number of threads. Returns the file's path.
+// Measures the CPU with this number of threads, the disk and the first GPU, where there is one, and
+// writes their rates. Returns the file's path.
 std::string calibrate(const std::string& path, std::ostream& out);
 
 }  // namespace poise::cli
