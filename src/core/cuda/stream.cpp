@@ -1,9 +1,17 @@
 // Streams on CUDA: the closure runs at once on the host and enqueues its kernels on a side stream.
+//
+// [Note: memory of work in flight] The caching allocator gives memory that is freed to the stream
+// it was allocated on at once, which is right for that stream alone: kernels and copies of a side
+// stream may still use it. So what a closure captured is held until its operation is over, or until
+// a stream was ordered after it (whatever that stream writes then comes later).
 #include <c10/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <deque>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -17,13 +25,24 @@ using c10::cuda::CUDAStream;
 
 class CudaEvent final : public EventState {
  public:
-  explicit CudaEvent(const CUDAStream& stream) : device_(stream.device_index()) {
+  explicit CudaEvent(const CUDAStream& stream, Stream::Work held = {})
+      : device_(stream.device_index()), held_(std::move(held)) {
     event_.record(stream);
   }
 
-  bool done() const override { return event_.query(); }
-  void order_current() override { order(c10::cuda::getCurrentCUDAStream(device_)); }
-  void block_worker() override { event_.synchronize(); }
+  bool done() const override {
+    if (!event_.query()) return false;
+    let_go();
+    return true;
+  }
+  void order_current() override {
+    order(c10::cuda::getCurrentCUDAStream(device_));
+    let_go();
+  }
+  void block_worker() override {
+    event_.synchronize();
+    let_go();
+  }
 
   void order(const CUDAStream& stream) { event_.block(stream); }
 
@@ -44,14 +63,33 @@ class CudaEvent final : public EventState {
   }
 
  private:
+  // The last tensors may end here, with code of theirs: outside of the lock.
+  void let_go() const {
+    Stream::Work held;
+    {
+      const std::lock_guard guard(mutex_);
+      std::swap(held, held_);
+    }
+  }
+
   c10::DeviceIndex device_;
   c10::cuda::CUDAEvent event_;
+  mutable std::mutex mutex_;  // copies of an Event may be asked on several threads
+  mutable Stream::Work held_;
 };
 
 class CudaStream final : public StreamBackend {
  public:
   explicit CudaStream(c10::DeviceIndex device)
       : stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device)) {}
+
+  ~CudaStream() override {
+    if (in_flight_.empty()) return;
+    try {
+      in_flight_.back()->block_worker();
+    } catch (const std::exception&) {  // the device is lost; nothing writes there any more
+    }
+  }
 
   // A closure that throws has thrown before anything here was recorded: submit() passes it on. Its
   // context needs no carrying, it is the caller's thread.
@@ -60,7 +98,9 @@ class CudaStream final : public StreamBackend {
     before.order(stream_);
     const c10::cuda::CUDAStreamGuard guard(stream_);
     work();
-    return std::make_shared<CudaEvent>(stream_);
+    while (!in_flight_.empty() && in_flight_.front()->done()) in_flight_.pop_front();
+    in_flight_.push_back(std::make_shared<CudaEvent>(stream_, std::move(work)));
+    return in_flight_.back();
   }
 
   void wait(const std::shared_ptr<EventState>& event) override {
@@ -71,10 +111,14 @@ class CudaStream final : public StreamBackend {
     }
   }
 
-  void synchronize() override { CudaEvent(stream_).block(std::nullopt); }
+  void synchronize() override {
+    CudaEvent(stream_).block(std::nullopt);
+    in_flight_.clear();
+  }
 
  private:
   CUDAStream stream_;
+  std::deque<std::shared_ptr<CudaEvent>> in_flight_;  // with what they hold, if nobody asks
 };
 
 }  // namespace
