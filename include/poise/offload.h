@@ -84,4 +84,10 @@ POISE_API std::shared_ptr<Store> host_store(std::shared_ptr<HostMemory> memory, 
 POISE_API std::shared_ptr<Store> file_store(const config::OffloadPolicy& policy,
                                             std::shared_ptr<HostMemory> memory);
 
+// `store`, which takes tensors of the CPU, for those of `device` too: by way of `memory`, as much
+// at once as is in flight. What waits for a fetch blocks its thread.
+POISE_API std::shared_ptr<Store> staged_store(std::shared_ptr<Store> store,
+                                              std::shared_ptr<HostMemory> memory,
+                                              c10::Device device);
+
 }  // namespace poise::offload

@@ -25,6 +25,12 @@ std::shared_ptr<offload::Store> Offloading::store(config::Offload where) {
   return file_;
 }
 
+std::shared_ptr<offload::Store> Offloading::store_of_activations() {
+  const auto place = store(policy_.activations);
+  const bool by_host = policy_.activations == config::Offload::file && !device_.is_cpu();
+  return by_host ? offload::staged_store(place, memory_, device_) : place;
+}
+
 // Whole flats from the first on, until the fraction is reached: the same ones on every rank.
 void Offloading::place_states(const ParamTable& table, const zero::Shards& shards) {
   const int flats = static_cast<int>(table.flats().size());

@@ -18,6 +18,8 @@ class Offloading {
 
   // Opened by the first who asks; null for none.
   std::shared_ptr<offload::Store> store(config::Offload where);
+  // Takes tensors of the device, wherever they go; null where they stay.
+  std::shared_ptr<offload::Store> store_of_activations();
   // Masters and moments of a flat; null: the device.
   std::shared_ptr<offload::Store> states_of(int flat) const {
     return places_.masters[static_cast<std::size_t>(flat)];
