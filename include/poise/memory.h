@@ -2,14 +2,16 @@
 // An allocation belongs to the ledger and account of the innermost AccountScope of its thread and
 // carries that stamp until it is freed, by whichever thread. Requested bytes are counted, not the
 // allocator's rounding. CPU tensors go through a counting allocator that is installed by the first
-// Ledger and taken out when the last one is gone; CUDA figures come from torch's caching allocator.
+// Ledger and taken out when the last one is gone; a GPU's are told by torch's caching allocator.
 //
 // Threads without a scope (workers of data loaders, of at::parallel_for) are not counted, unless a
 // ledger was made the default: then they go there, under `other`. CPU backward runs on the calling
-// thread, under its scope. Not seen: memory of numpy, shared memory, scratch inside oneDNN and MKL,
-// and growth of tensors that were made before the first Ledger. A forked child's allocations are
-// nobody's until it makes a ledger of its own.
+// thread, under its scope, a GPU's on threads of autograd (AutogradScope). Not seen: memory of
+// numpy, shared memory, scratch inside oneDNN and MKL, and growth of tensors that were made before
+// the first Ledger. A forked child's allocations are nobody's until it makes a ledger of its own.
 #pragma once
+
+#include <c10/core/Device.h>
 
 #include <array>
 #include <cstdint>
@@ -41,10 +43,16 @@ class POISE_API Ledger {
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
+  // Counts this device's memory instead of the CPU's; before anything is counted. Throws Error
+  // where there is no such GPU, or where its allocator is not torch's own.
+  void set_device(c10::Device device);
+
   Snapshot snapshot() const;
   void reset_peak();
 
-  // A CPU allocation of this ledger that would take the total above `bytes` throws torch's
+  // On a GPU: the limit of torch's allocator for the whole process, so that it holds for what the
+  // allocator keeps for later, too; gone with the ledger. On the CPU:
+  // an allocation of this ledger that would take the total above `bytes` throws torch's
   // OutOfMemoryError (in Python torch.OutOfMemoryError), with requested, held and budget in the
   // message; the process goes on. 0: no limit. May be set below what is held: then nothing more
   // fits.
@@ -81,6 +89,19 @@ class POISE_API AccountScope {
 
  private:
   Position previous_;
+};
+
+// While it lives, what threads without a scope allocate on the ledger's GPU goes to it: autograd
+// runs backward of a GPU's tensors on threads of its own. One at a time; nothing on the CPU.
+class POISE_API AutogradScope {
+ public:
+  AutogradScope(const Ledger& ledger, Account account);
+  ~AutogradScope();
+  AutogradScope(const AutogradScope&) = delete;
+  AutogradScope& operator=(const AutogradScope&) = delete;
+
+ private:
+  const bool on_gpu_;
 };
 
 // For Stream's constructor: its operations run under the scope that submit() was called under.

@@ -250,7 +250,9 @@ std::string name_of_run(comm::Group& group) {
   return group.all_gather_text(state::random_word(), "name of the run").front();
 }
 
-memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy) {
+memory::Ledger& with_budget(memory::Ledger& ledger, const config::MemoryPolicy& policy,
+                            c10::Device device) {
+  ledger.set_device(device);
   ledger.set_budget(policy.budget_bytes);
   return ledger;
 }
@@ -266,7 +268,7 @@ std::shared_ptr<zero::Units> Engine::Impl::make_units() {
 
 std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
     const ModelView& model) {
-  const auto place = offloading.store(config.offload.activations);
+  const auto place = offloading.store_of_activations();
   if (!place) return std::nullopt;
   std::vector<at::Tensor> stay;
   for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
@@ -286,8 +288,8 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size(),
              config.offload.parameters != config::Offload::none),
       offloading(config.offload, table, shards, model.parameters.front().tensor.device()),
-      store(model, table, config.precision, shards, ranks, with_budget(ledger, config.memory),
-            offloading.places(), materialize),
+      store(model, table, config.precision, shards, ranks,
+            with_budget(ledger, config.memory, group->device()), offloading.places(), materialize),
       run(name_of_run(*group)),
       following(*group, run, timeout_of(config.comm),
                 group->device().is_cpu() ? zero::Following::Looks::in_waits

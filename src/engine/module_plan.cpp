@@ -25,7 +25,7 @@ constexpr double kUnit = 1e12;  // FLOPs that stand for a second of a link's for
 
 class Meter {
  public:
-  explicit Meter(Engine& engine, c10::Device device) : engine_(engine), device_(device) {}
+  explicit Meter(Engine& engine) : engine_(engine) {}
 
   struct Reading {
     std::int64_t now = 0, peak = 0;
@@ -33,13 +33,8 @@ class Meter {
   };
   // Peak: highest since the last reading.
   Reading read() {
-    const auto books =
-        device_.is_cuda() ? memory::cuda_snapshot(device_.index()) : engine_.ledger().snapshot();
-    if (device_.is_cuda()) {
-      memory::reset_cuda_peak(device_.index());
-    } else {
-      engine_.restart_peak();
-    }
+    const auto books = engine_.ledger().snapshot();
+    engine_.restart_peak();
     const auto before = std::exchange(clock_, Clock::now());
     return {books.current_bytes, books.peak_bytes,
             std::chrono::duration<double>(clock_ - before).count()};
@@ -48,7 +43,6 @@ class Meter {
  private:
   using Clock = std::chrono::steady_clock;
   Engine& engine_;
-  const c10::Device device_;
   Clock::time_point clock_ = Clock::now();
 };
 
@@ -208,8 +202,7 @@ class Unchanged {
 
 class Run {
  public:
-  Run(const ModelView& model, const Config& config)
-      : engine_(model, config), meter_(engine_, model.parameters.front().tensor.device()) {
+  Run(const ModelView& model, const Config& config) : engine_(model, config), meter_(engine_) {
     const auto& table = engine_.table();
     for (const auto& parameter : model.parameters) {
       const auto unit = table.entries()[static_cast<std::size_t>(table.find(parameter.name))].unit;

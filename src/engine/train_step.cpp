@@ -69,6 +69,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   RECORD_USER_SCOPE("poise::backward");
   Stopwatch watch(times.backward_seconds);
   AccountScope scope(ledger, Account::activations);
+  memory::AutogradScope of_autograd(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   if (!loss_weights.knows_q()) following.take(zero::Following::Operation::agree);
   auto weighted = loss_weights.weigh(

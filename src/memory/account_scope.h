@@ -6,5 +6,7 @@
 namespace poise::memory {
 
 const AccountScope::Position& current_position();
+// That of AutogradScope.
+AccountScope::Position autograd_position();
 
 }  // namespace poise::memory

@@ -85,6 +85,7 @@ class CountingAllocator final : public c10::Allocator {
     const auto bytes = static_cast<std::int64_t>(size);
     const AccountScope::Position& position = current_position();
     auto ledger = position.ledger ? position.ledger : fallback_ledger();
+    if (ledger && !ledger->device().is_cpu()) ledger = nullptr;  // the books of another memory
     if (ledger) ledger->add(bytes, position.account);
     void* data = allocate_block(size, std::move(ledger), position.account);
     c10::profiledCPUMemoryReporter().New(data, size);  // torch's profiler sees what it always saw

@@ -53,8 +53,18 @@ void LedgerState::add(std::int64_t bytes, Account account) {
     guard.unlock();  // the message allocates
     out_of_memory(bytes, account, books, budget);
   }
+  count(bytes, account);
+}
+
+void LedgerState::add_given(std::int64_t bytes, Account account) noexcept {
+  if (from_before_fork()) return;
+  const std::lock_guard guard(mutex_);
+  count(bytes, account);
+}
+
+void LedgerState::count(std::int64_t bytes, Account account) noexcept {
   const auto index = static_cast<std::size_t>(account);
-  books_.current_bytes = total;
+  const std::int64_t total = books_.current_bytes += bytes;
   books_.current[index] += bytes;
   books_.own_peak[index] = std::max(books_.own_peak[index], books_.current[index]);
   if (total > books_.peak_bytes) {

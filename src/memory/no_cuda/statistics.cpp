@@ -1,4 +1,5 @@
-// Twin of cuda/statistics.cpp in builds without CUDA.
+// Twin of cuda/ in builds without CUDA.
+#include "memory/gpu_allocations.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -13,5 +14,7 @@ namespace {
 
 Snapshot cuda_snapshot(int) { no_cuda(); }
 void reset_cuda_peak(int) { no_cuda(); }
+void watch_gpu_allocations(c10::Device) { no_cuda(); }
+void limit_gpu_memory(c10::Device, std::int64_t) { no_cuda(); }
 
 }  // namespace poise::memory
