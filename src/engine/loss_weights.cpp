@@ -154,8 +154,12 @@ at::Tensor LossWeights::weigh_part(const Part& part, double share, double scale,
     sum(slot).add_(part.count);
     if (!empty) {
       auto loss = part.value.detach().to(at::kDouble);
-      if (part.is_mean)
+      if (part.is_mean && part.host_count) {
+        loss =
+            loss * *part.host_count;  // a condition on the host would make it wait for the device
+      } else if (part.is_mean) {
         loss = at::where(part.count > 0, loss * part.count, at::zeros({}, loss.options()));
+      }
       sum(kLossSlot).add_(loss, share);
     }
   }
