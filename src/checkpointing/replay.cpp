@@ -9,7 +9,7 @@
 
 #include <cstring>
 #include <mutex>
-#include <optional>
+#include <vector>
 
 namespace poise::checkpointing {
 namespace {
@@ -28,13 +28,18 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-// The current device, unless nothing runs there: asking its generator would start a context.
-std::optional<c10::Device> cuda_device_in_use() {
-  if (!at::globalContext().hasCUDA()) return std::nullopt;
-  const auto device = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
+// Not the current one alone: forward of a model elsewhere runs under it, and its backward on a
+// thread of autograd, whose current device is the model's. Asking the generator of a device where
+// nothing runs would start a context there.
+std::vector<c10::Device> gpus_in_use() {
+  std::vector<c10::Device> devices;
+  if (!at::globalContext().hasCUDA()) return devices;
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(c10::DeviceType::CUDA);
-  if (!hooks.hasPrimaryContext(device.index())) return std::nullopt;
-  return device;
+  const auto count = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount();
+  for (c10::DeviceIndex index = 0; index < count; ++index) {
+    if (hooks.hasPrimaryContext(index)) devices.emplace_back(c10::DeviceType::CUDA, index);
+  }
+  return devices;
 }
 
 }  // namespace
@@ -45,7 +50,7 @@ RandomState RandomState::capture() {
     result.entries_.push_back({generator, state_of(generator)});
   };
   add(at::globalContext().defaultGenerator(c10::Device(c10::DeviceType::CPU)));
-  if (const auto device = cuda_device_in_use()) add(at::globalContext().defaultGenerator(*device));
+  for (const auto& device : gpus_in_use()) add(at::globalContext().defaultGenerator(device));
   return result;
 }
 

@@ -10,8 +10,7 @@
 
 namespace poise::checkpointing {
 
-// State of the CPU's default generator and of the current CUDA device's, where that device is in
-// use.
+// State of the default generators: the CPU's, and those of the GPUs that are in use.
 class RandomState {
  public:
   static RandomState capture();

@@ -6,15 +6,15 @@
 #include "poise/module_plan.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
-#include <mutex>
 #include <unordered_map>
 #include <utility>
 
 #include "checkpointing/hooks.h"
+#include "checkpointing/replay.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -25,7 +25,7 @@ constexpr double kUnit = 1e12;  // FLOPs that stand for a second of a link's for
 
 class Meter {
  public:
-  explicit Meter(Engine& engine) : engine_(engine) {}
+  Meter(Engine& engine, c10::Device device) : engine_(engine), device_(device) {}
 
   struct Reading {
     std::int64_t now = 0, peak = 0;
@@ -33,6 +33,9 @@ class Meter {
   };
   // Peak: highest since the last reading.
   Reading read() {
+    if (!device_.is_cpu()) {  // what was queued is not yet done
+      c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+    }
     const auto books = engine_.ledger().snapshot();
     engine_.restart_peak();
     const auto before = std::exchange(clock_, Clock::now());
@@ -43,6 +46,7 @@ class Meter {
  private:
   using Clock = std::chrono::steady_clock;
   Engine& engine_;
+  const c10::Device device_;
   Clock::time_point clock_ = Clock::now();
 };
 
@@ -164,7 +168,7 @@ class Watch : public checkpointing::SavedTensorHooks {
   const std::unordered_map<const c10::StorageImpl*, int>& unit_of_;
 };
 
-// Parameters, buffers and the CPU's random state are at its end what they were.
+// Parameters, buffers and random state are at its end what they were.
 class Unchanged {
  public:
   explicit Unchanged(const ModelView& model) : model_(model) {
@@ -173,9 +177,6 @@ class Unchanged {
       gradients_.push_back(parameter.tensor.grad());
     }
     for (const auto& buffer : model.buffers) buffers_.push_back(buffer.tensor.detach().clone());
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard guard(generator.mutex());
-    random_ = generator.get_state();
   }
   ~Unchanged() {
     at::NoGradGuard no_grad;
@@ -187,9 +188,6 @@ class Unchanged {
     for (std::size_t i = 0; i < buffers_.size(); ++i) {
       model_.buffers[i].tensor.detach().copy_(buffers_[i]);
     }
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard guard(generator.mutex());
-    generator.set_state(random_);
   }
   Unchanged(const Unchanged&) = delete;
   Unchanged& operator=(const Unchanged&) = delete;
@@ -197,12 +195,13 @@ class Unchanged {
  private:
   const ModelView& model_;
   std::vector<at::Tensor> parameters_, gradients_, buffers_;
-  at::Tensor random_;
+  checkpointing::RandomScope random_;
 };
 
 class Run {
  public:
-  Run(const ModelView& model, const Config& config) : engine_(model, config), meter_(engine_) {
+  Run(const ModelView& model, const Config& config)
+      : engine_(model, config), meter_(engine_, model.parameters.front().tensor.device()) {
     const auto& table = engine_.table();
     for (const auto& parameter : model.parameters) {
       const auto unit = table.entries()[static_cast<std::size_t>(table.find(parameter.name))].unit;
