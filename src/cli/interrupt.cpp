@@ -3,6 +3,8 @@
 
 #include <signal.h>
 
+#include <thread>
+
 namespace poise::cli {
 namespace {
 
@@ -11,8 +13,10 @@ volatile std::sig_atomic_t saves_are_put_off = 0;
 
 void note(int signal) { received = signal; }
 
+std::thread::id of_run;  // what is thrown on another thread, one of autograd's, nobody catches
+
 void throw_if_received() {
-  if (received == 0) return;
+  if (received == 0 || std::this_thread::get_id() != of_run) return;
   if (saves_are_put_off != 0 && InterruptScope::asks_for_save(received)) return;
   throw Interrupted{received};
 }
@@ -22,6 +26,7 @@ void throw_if_received() {
 InterruptScope::InterruptScope(bool saves) : saves_(saves) {
   received = 0;
   saves_are_put_off = 0;
+  of_run = std::this_thread::get_id();
   struct sigaction action = {};
   action.sa_handler = note;
   sigemptyset(&action.sa_mask);
