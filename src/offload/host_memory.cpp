@@ -6,6 +6,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "offload/pinned_pages.h"
 #include "poise/error.h"
 #include "poise/log.h"
 #include "poise/offload.h"
@@ -30,21 +31,21 @@ struct HostMemory::Books {
   std::int64_t bytes = 0, pinned = 0, peak = 0;
   bool noted = false;
 
-  // Whether so many bytes may be pinned; says once where they may not.
-  bool pin(std::int64_t wanted) {
+  // Whether it could be; says once where it could not.
+  bool pin(void* data, std::int64_t wanted) {
     const std::lock_guard guard(mutex);
-    if (pinned + wanted <= pinned_budget) {
-      pinned += wanted;
-      return true;
+    if (pinned + wanted > pinned_budget) {
+      note(join("pinned memory is used up to offload.pinned_budget_bytes (",
+                megabytes(pinned_budget), ")"));
+      return false;
     }
-    note(join("pinned memory is used up to offload.pinned_budget_bytes (", megabytes(pinned_budget),
-              ")"));
-    return false;
-  }
-  void cannot_pin(std::int64_t wanted, const char* why) {
-    const std::lock_guard guard(mutex);
-    pinned -= wanted;
-    note(join("the driver pins no further memory (", why, ")"));
+    const auto why = pin_pages(data, static_cast<std::size_t>(wanted), device);
+    if (!why.empty()) {
+      note(join("the driver pins no further memory (", why, ")"));
+      return false;
+    }
+    pinned += wanted;
+    return true;
   }
   void note(const std::string& why) {
     if (!std::exchange(noted, true)) {
@@ -71,18 +72,6 @@ at::Tensor HostMemory::allocate(std::int64_t numel, at::ScalarType dtype) {
   const auto bytes = whole_pages(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
   if (bytes == 0) return at::empty({0}, options);
   const auto books = books_;
-  if (books->device.is_cuda() && books->pin(bytes)) {
-    try {
-      const auto pinned = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
-      books->add(bytes);
-      pinned.zero_();
-      return at::from_blob(
-          pinned.mutable_data_ptr(), {numel},
-          [books, bytes, pinned](void*) { books->remove(bytes, true); }, options);
-    } catch (const c10::Error& error) {
-      books->cannot_pin(bytes, error.what_without_backtrace());
-    }
-  }
   void* data = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
@@ -90,12 +79,14 @@ at::Tensor HostMemory::allocate(std::int64_t numel, at::ScalarType dtype) {
          " are held); offload less, or to a file");
   }
   if (bytes >= 2 * kHugePage) madvise(data, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  const bool pinned = books->device.is_cuda() && books->pin(data, bytes);
   books->add(bytes);
   return at::from_blob(
       data, {numel},
-      [books, bytes](void* address) {
+      [books, bytes, pinned](void* address) {
+        if (pinned) unpin_pages(address, books->device);
         munmap(address, static_cast<std::size_t>(bytes));
-        books->remove(bytes, false);
+        books->remove(bytes, pinned);
       },
       options);
 }
