@@ -117,7 +117,7 @@ void ActivationOffload::Books::put(const offload::SpanPtr& span, const at::Tenso
 }
 
 void ActivationOffload::Books::forget_first_leaving() {
-  leaving.front().event.synchronize();
+  leaving.front().event.wait();  // on a GPU what takes the memory comes later; the host goes on
   leaving.pop_front();
 }
 

@@ -25,10 +25,15 @@ std::shared_ptr<offload::Store> Offloading::store(config::Offload where) {
   return file_;
 }
 
+// A file takes tensors of the CPU.
+std::shared_ptr<offload::Store> Offloading::for_device(std::shared_ptr<offload::Store> store,
+                                                       config::Offload where) const {
+  if (where != config::Offload::file || device_.is_cpu()) return store;
+  return offload::staged_store(std::move(store), memory_, device_);
+}
+
 std::shared_ptr<offload::Store> Offloading::store_of_activations() {
-  const auto place = store(policy_.activations);
-  const bool by_host = policy_.activations == config::Offload::file && !device_.is_cpu();
-  return by_host ? offload::staged_store(place, memory_, device_) : place;
+  return for_device(store(policy_.activations), policy_.activations);
 }
 
 // Whole flats from the first on, until the fraction is reached: the same ones on every rank.
@@ -61,7 +66,7 @@ void Offloading::place_gradients(const zero::Shards& shards) {
 }
 
 void Offloading::place_parameters(const zero::Shards& shards) {
-  places_.parameters = store(policy_.parameters);
+  places_.parameters = for_device(store(policy_.parameters), policy_.parameters);
   if (places_.parameters && !shards.splits_parameters()) {
     fail("engine", "offload.parameters on ", shards.size(),
          " ranks that all keep whole parameters; set zero.stage to 3");

@@ -31,6 +31,8 @@ class Offloading {
   std::int64_t file_bytes() const { return file_ ? file_->file_bytes() : 0; }
 
  private:
+  std::shared_ptr<offload::Store> for_device(std::shared_ptr<offload::Store> store,
+                                             config::Offload where) const;
   void place_states(const ParamTable& table, const zero::Shards& shards);
   void place_gradients(const zero::Shards& shards);
   void place_parameters(const zero::Shards& shards);

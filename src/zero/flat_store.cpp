@@ -119,9 +119,9 @@ Event FlatStore::gather_parameters(int index) {
     return ranks_.shard->all_gather(tensors.values, here, what);
   }
   const auto mine = tensors.values.narrow(0, range.begin, range.size());
-  const bool directly = here.defined() || mine.device().is_cpu();  // a file knows the CPU only
-  if (shards_.size() == 1 && directly) return tensors.shard->fetch(0, mine);
-  tensors.shard->read(0, mine);
+  const auto fetched = tensors.shard->fetch(0, mine);
+  if (shards_.size() == 1) return fetched;
+  fetched.wait();
   return ranks_.shard->all_gather(tensors.values, mine, what);
 }
 
