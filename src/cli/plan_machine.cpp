@@ -122,15 +122,6 @@ std::optional<Json> measured(const std::string& path) {
   return std::nullopt;
 }
 
-plan::Device this_gpu(const std::string& path) {
-  const auto document = measured(path);
-  if (!document || !document->contains(kGpu) || !(*document)[kGpu].is_object()) {
-    fail("plan", "no GPU was measured here; run poise plan --calibrate on a machine that has one, ",
-         "or give a device's name");
-  }
-  return device_of(path.empty() ? usual_path() : path, kMeasuredGpu, (*document)[kGpu]);
-}
-
 // "8xdevice.json", "8xthis", "8xH100-80GB".
 plan::Machine asked_machine(const PlanArguments& a) {
   if (a.gpus.empty()) return plan::read_machine("1xCPU");
@@ -181,6 +172,16 @@ Json gpu_rates(const Json& cpu) {
 }
 
 }  // namespace
+
+plan::Device this_gpu(const std::string& path) {
+  const auto document = measured(path);
+  if (!document || !document->contains(kGpu) || !(*document)[kGpu].is_object()) {
+    fail("plan",
+         "no GPU was measured here; run poise plan --calibrate once on this machine, or name the "
+         "device (poise plan --gpus) and the split (batch.micro_batch_size)");
+  }
+  return device_of(path.empty() ? usual_path() : path, kMeasuredGpu, (*document)[kGpu]);
+}
 
 plan::Device this_cpu(const std::string& path) {
   auto device = plan::known_device("CPU");

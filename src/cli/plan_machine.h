@@ -15,6 +15,8 @@ plan::Machine machine_of(const PlanArguments& arguments);
 // The CPU of this machine: with the rates of `path`, or of the usual file, where
 // `poise plan --calibrate` wrote them; else with those of the table, which are a guess.
 plan::Device this_cpu(const std::string& path = "");
+// The GPU that it measured. Throws Error where it has not.
+plan::Device this_gpu(const std::string& path = "");
 bool is_measured(const plan::Device& device);
 
 // Measures the CPU with this number of threads, the disk and the first GPU, where there is one, and

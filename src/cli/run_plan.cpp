@@ -151,9 +151,9 @@ std::string places(const plan::Choice& choice) {
 
 }  // namespace
 
-Balance find_balance(const Config& config, int ranks) {
+Balance find_balance(const Config& config, int ranks, c10::Device device) {
   auto machine = plan::read_machine(join(ranks, "xCPU"));
-  machine.device = this_cpu();
+  machine.device = device.is_cpu() ? this_cpu() : this_gpu();
   auto job = job_of(config, std::move(machine));
   if (job.shard_ranks.empty()) job.shard_ranks = {ranks};
   if (config.zero.stage > 0) job.stages = {static_cast<int>(config.zero.stage)};

@@ -29,7 +29,7 @@ struct Balance {
 // sets stays: a checkpointing policy other than none, model.loss_chunk_tokens, zero.stage above 0,
 // offload.optimizer. Throws Error where nothing fits the
 // budget, with the smallest that would do (memory.on_misfit warn: takes the smallest plan instead).
-Balance find_balance(const Config& config, int ranks);
+Balance find_balance(const Config& config, int ranks, c10::Device device);
 
 // "plan  peak 20.1 MiB predicted, 20.1 MiB measured (+0.0%)", the accounts, and the seconds.
 std::vector<std::string> compare(const plan::Plan& predicted, const StepResult& measured);

@@ -83,6 +83,7 @@ std::unique_ptr<data::WindowLoader> open_loader(const Config& config,
   window.micro_batch_size = config::micro_batch_size(config.batch);
   window.accumulation = config::accumulation(config.batch, group.size());
   window.prefetch = config.data.prefetch;
+  if (!group.device().is_cpu()) window.memory = data::Memory::pinned;
   return std::make_unique<data::WindowLoader>(std::move(corpus), sampler, window);
 }
 
@@ -97,16 +98,15 @@ comm::Ranks join_ranks(const Config& config) {
 
 data::Batch on(c10::Device device, const data::Batch& batch) {
   if (device.is_cpu()) return batch;
-  return {batch.inputs.to(device), batch.targets.to(device)};
+  const auto there = [&](const at::Tensor& tensor) {
+    return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
+  };
+  return {there(batch.inputs), there(batch.targets)};
 }
 
 Balance balance(const Config& config, const comm::Group& group) {
   if (!config.balance_is_open()) return {config, {}, {}};
-  if (!group.device().is_cpu()) {
-    fail("plan", "the split of batch.global_batch_size is left open on ", group.device().str(),
-         ": blocks of the built-in model are counted on the CPU only; set batch.micro_batch_size");
-  }
-  return find_balance(config, group.size());
+  return find_balance(config, group.size(), group.device());
 }
 
 // Everything of one run; the members are made in the order a run needs them.

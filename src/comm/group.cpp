@@ -239,6 +239,7 @@ std::vector<std::string> Group::all_gather_text(const std::string& text, const s
   check();
   const auto* bytes = lengths.const_data_ptr<std::int64_t>();
   const std::int64_t longest = *std::max_element(bytes, bytes + size());
+  if (longest == 0) return std::vector<std::string>(static_cast<std::size_t>(size()));
 
   auto mine = at::zeros({longest}, on_cpu.dtype(at::kByte));
   if (!text.empty()) std::memcpy(mine.mutable_data_ptr(), text.data(), text.size());

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 
 namespace poise {
 namespace {
@@ -19,6 +20,11 @@ bool is_out_of_memory(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError&) {
     return true;
+  } catch (const c10::AcceleratorError& failed) {  // of an allocation beside torch's allocator
+    constexpr int kCudaErrorMemoryAllocation = 2;
+    return failed.get_error_code() == kCudaErrorMemoryAllocation;
+  } catch (const c10::Error& failed) {  // cuBLAS finds no room for a handle or its workspace
+    return std::strstr(failed.what_without_backtrace(), "CUBLAS_STATUS_ALLOC_FAILED") != nullptr;
   } catch (...) {
     const auto check = installed.load();
     return check != nullptr && check(error);

@@ -171,7 +171,7 @@ std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const
   }
   const auto device = model.parameters.front().tensor.device();
   if (!given) return comm::one_rank(device);
-  if (given->size() == 1) return given;
+  if (given->size() == 1) return given->device() == device ? given : comm::one_rank(device);
   if (given->device().type() != device.type()) {
     fail("engine", "the model is on ", device, " and the group of ranks carries tensors of ",
          given->device(), " (", given->backend(), "); use a group for the model's device");
@@ -189,7 +189,8 @@ std::int64_t small_below(const config::ZeroPolicy& policy) {
 }
 
 comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& config) {
-  comm::Ranks ranks{group_for(std::move(given.all), model, config), given.shard, given.replica};
+  comm::Ranks ranks{group_for(given.all, model, config), given.shard, given.replica};
+  if (ranks.all->size() == 1) ranks.shard = ranks.replica = nullptr;
   if (!ranks.shard) ranks.shard = ranks.all;
   if (!ranks.replica) ranks.replica = comm::one_rank(ranks.all->device());
   const auto& [all, shard, replica] = ranks;

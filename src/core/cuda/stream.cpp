@@ -125,8 +125,8 @@ class CudaStream final : public StreamBackend {
 
 std::unique_ptr<StreamBackend> make_cuda_stream(c10::Device device) {
   const int count = c10::cuda::device_count();  // 0 without a driver, never throws
-  const int index = device.has_index() ? device.index() : 0;
-  if (index >= count) {
+  const int index = device.has_index() || count == 0 ? device.index() : c10::cuda::current_device();
+  if (index < 0 || index >= count) {
     fail("core", "no such CUDA device: ", device.str(), "; this machine has ", count);
   }
   return std::make_unique<CudaStream>(static_cast<c10::DeviceIndex>(index));
