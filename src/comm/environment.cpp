@@ -11,15 +11,33 @@
 #include "comm/process_group.h"
 #include "comm/rendezvous.h"
 #include "poise/error.h"
+#include "poise/log.h"
 
 namespace poise::comm {
 namespace {
 
 constexpr std::chrono::seconds kLinger{10};
 
-// "gpu" only where this rank has one to itself, as far as it can see.
-bool has_gpu(const Launch& launch) {
-  return launch.local_rank && *launch.local_rank < nccl_devices();
+// The GPU of this rank. Some launchers show each rank its own alone (Slurm's --gpus-per-task).
+std::optional<int> gpu_of(const Launch& launch) {
+  const int devices = nccl_devices();
+  if (!launch.local_rank || devices == 0) return std::nullopt;
+  if (devices == 1) return 0;
+  return *launch.local_rank < devices ? launch.local_rank : std::nullopt;
+}
+
+constexpr const char* kNone = "cpu";
+
+// Whether each rank has a GPU to itself.
+bool all_have_their_own(std::vector<std::string> gpus) {
+  if (std::count(gpus.begin(), gpus.end(), kNone) > 0) return false;
+  std::sort(gpus.begin(), gpus.end());
+  if (std::adjacent_find(gpus.begin(), gpus.end()) == gpus.end()) return true;
+  log::warning(
+      "[comm] some ranks see the same GPU, which NCCL does not allow: the group is on the CPU; "
+      "start "
+      "as many ranks as there are GPUs");
+  return false;
 }
 
 [[noreturn]] void lost_store(const Launch& launch, const c10::Error& error) {
@@ -27,14 +45,15 @@ bool has_gpu(const Launch& launch) {
        " while the ranks met: ", c10d_calls::message_of(error), "; look at the output of rank 0");
 }
 
-// Says to all whether this rank has a GPU; hands back what all said.
+// Says to all which GPU this rank has; hands back what all said.
 std::vector<std::string> meet_all(const Launch& launch, std::chrono::milliseconds timeout,
                                   c10d_calls::StorePtr& store) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto gpu = gpu_of(launch);
   for (;;) {
     try {
       store = meet(launch, timeout);
-      return roll_call(*store, launch, has_gpu(launch) ? "gpu" : "cpu", timeout);
+      return roll_call(*store, launch, gpu ? nccl_device_id(*gpu) : kNone, timeout);
     } catch (const c10::Error& error) {
       // A store that closes may be that of rank 0's group before this one: the next will open.
       if (launch.store_runs || std::chrono::steady_clock::now() > deadline) {
@@ -64,8 +83,7 @@ struct Met {
 
 Met meet_peers(const Launch& launch, std::chrono::milliseconds timeout) {
   Met met{launch, {}, false};
-  const auto roll = meet_all(launch, timeout, met.store);
-  met.on_gpus = std::count(roll.begin(), roll.end(), "gpu") == launch.size;
+  met.on_gpus = all_have_their_own(meet_all(launch, timeout, met.store));
   return met;
 }
 
@@ -76,7 +94,7 @@ std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int r
   peers.rank = rank;
   peers.size = size;
   if (met.on_gpus) {
-    peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*met.launch.local_rank));
+    peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*gpu_of(met.launch)));
   }
   if (size == 1) return one_rank(peers.device);
   peers.store = met.store;
@@ -94,9 +112,9 @@ std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int r
 }
 
 std::shared_ptr<Group> alone(const std::optional<Launch>& launch) {
-  const int index = launch && launch->local_rank ? *launch->local_rank : 0;
-  const bool gpu = index < nccl_devices();
-  return one_rank(gpu ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index))
+  const auto first = nccl_devices() > 0 ? std::optional<int>(0) : std::nullopt;
+  const auto gpu = launch && launch->local_rank ? gpu_of(*launch) : first;
+  return one_rank(gpu ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*gpu))
                       : c10::Device(c10::kCPU));
 }
 

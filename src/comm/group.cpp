@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -75,11 +76,21 @@ std::int64_t sent_bytes(const Call& call, int rank, int size) {
 // this rank's to let go of their tensors.
 constexpr std::chrono::seconds kGrace{5};
 
+// "cuda" is the current one, as for torch.
+c10::Device numbered(c10::Device device) {
+  if (device.is_cpu() || device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
 }  // namespace
 
 struct Group::Impl {
   Impl(std::unique_ptr<Backend> backend, int rank, int size, c10::Device device)
-      : backend(std::move(backend)), rank(rank), size(size), device(device), stream(device) {}
+      : backend(std::move(backend)),
+        rank(rank),
+        size(size),
+        device(numbered(device)),
+        stream(device) {}
 
   ~Impl() {
     if (generation != fork_generation()) {  // the child of a fork has none of its threads

@@ -15,6 +15,8 @@ c10d_calls::BackendPtr make_gloo(const c10d_calls::StorePtr& store, int rank, in
 
 // GPUs that NCCL may use here; 0 where this build or this machine has none.
 int nccl_devices();
+// Another one for each GPU, on all machines.
+std::string nccl_device_id(int index);
 // On the current device. Throws Error in a build without CUDA.
 c10d_calls::BackendPtr make_nccl(const c10d_calls::StorePtr& store, int rank, int size,
                                  c10::Device device, std::chrono::milliseconds timeout);

@@ -228,23 +228,51 @@ void Gradients::join_replicas() {
   for (const auto& event : events) following_.wait(event);
 }
 
+// One call for a flat's entries that follow each other: on a GPU each call costs several of the
+// driver's.
 void Gradients::make_norms() {
-  for (std::size_t i = 0; i < norm_valid_.size(); ++i) {
-    if (table_.entries()[i].trainable && !norm_valid_[i]) make_norm(static_cast<int>(i));
+  for (int flat = 0; flat < static_cast<int>(table_.flats().size()); ++flat) {
+    const auto& entries = table_.flats()[static_cast<std::size_t>(flat)].entries;
+    std::size_t begin = 0;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      const bool follows = i > begin && entries[i] == entries[i - 1] + 1;
+      const bool wanted = table_.entries()[static_cast<std::size_t>(entries[i])].trainable &&
+                          !norm_valid_[static_cast<std::size_t>(entries[i])];
+      if (i > begin && (!follows || !wanted)) {
+        make_norms_of(flat, begin, i);
+        begin = i;
+      }
+      if (!wanted) begin = i + 1;
+    }
+    make_norms_of(flat, begin, entries.size());
   }
 }
 
 void Gradients::make_norm(int entry) {
+  const int flat = table_.entries()[static_cast<std::size_t>(entry)].flat;
+  const auto& entries = table_.flats()[static_cast<std::size_t>(flat)].entries;
+  const auto place = std::find(entries.begin(), entries.end(), entry) - entries.begin();
+  make_norms_of(flat, static_cast<std::size_t>(place), static_cast<std::size_t>(place) + 1);
+}
+
+// Of the flat's entries [begin, end), whose numbers follow each other.
+void Gradients::make_norms_of(int flat, std::size_t begin, std::size_t end) {
+  if (begin >= end) return;
   at::NoGradGuard no_grad;
-  const auto& place = table_.entries()[static_cast<std::size_t>(entry)];
-  const auto shard = shards_.mine(place.flat);
-  const auto range = overlap({place.offset, place.offset + place.numel}, shard);
-  const auto sum = store_.gradient_shard(place.flat);
-  const kernels::Piece piece{range.begin - shard.begin, range.end - shard.begin};
+  const auto& entries = table_.flats()[static_cast<std::size_t>(flat)].entries;
+  const auto shard = shards_.mine(flat);
+  const auto sum = store_.gradient_shard(flat);
+  std::vector<kernels::Piece> pieces;
+  for (std::size_t i = begin; i < end; ++i) {
+    const auto& place = table_.entries()[static_cast<std::size_t>(entries[i])];
+    const auto range = overlap({place.offset, place.offset + place.numel}, shard);
+    pieces.push_back({range.begin - shard.begin, range.end - shard.begin});
+    norm_valid_[static_cast<std::size_t>(entries[i])] = true;
+  }
   kernels::squared_norms(launch_for(sum.device()), kernel_dtype(sum.scalar_type()),
-                         sum.const_data_ptr(), &piece, 1,
-                         squared_norms_.mutable_data_ptr<double>() + entry);
-  norm_valid_[static_cast<std::size_t>(entry)] = true;
+                         sum.const_data_ptr(), pieces.data(),
+                         static_cast<std::int64_t>(pieces.size()),
+                         squared_norms_.mutable_data_ptr<double>() + entries[begin]);
 }
 
 void Gradients::start_window() {

@@ -90,6 +90,7 @@ class Gradients {
   void take(int entry, const at::Tensor& gradient);
   at::Tensor dense(int entry, const at::Tensor& gradient);
   void make_norms();
+  void make_norms_of(int flat, std::size_t begin, std::size_t end);
   void join_replicas();
 
   const ParamTable& table_;

@@ -1,7 +1,11 @@
 // NCCL.
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <cuda_runtime_api.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <sstream>
 
 #include "comm/make_backend.h"
 #include "poise/error.h"
@@ -9,6 +13,15 @@
 namespace poise::comm {
 
 int nccl_devices() { return c10::cuda::device_count(); }
+
+std::string nccl_device_id(int index) {
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
+  std::ostringstream id;
+  id << "gpu-" << std::hex;
+  for (const char byte : properties.uuid.bytes) id << (static_cast<int>(byte) & 0xFF) << '.';
+  return id.str();
+}
 
 c10d_calls::BackendPtr make_nccl(const c10d_calls::StorePtr& store, int rank, int size,
                                  c10::Device device, std::chrono::milliseconds timeout) {

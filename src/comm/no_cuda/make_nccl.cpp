@@ -5,6 +5,7 @@
 namespace poise::comm {
 
 int nccl_devices() { return 0; }
+std::string nccl_device_id(int) { return ""; }
 
 c10d_calls::BackendPtr make_nccl(const c10d_calls::StorePtr&, int, int, c10::Device device,
                                  std::chrono::milliseconds) {
