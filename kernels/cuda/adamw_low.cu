@@ -111,9 +111,8 @@ void adamw_8bit(const Launch& launch, const Adam8BitArrays& arrays, const Rounde
   if (spans.chunks == 0) return;
   with_element(arrays.gradient_dtype, [&](auto element) {
     using Gradient = decltype(element);
-    update_8bit<Gradient><<<blocks_for(spans.chunks), kThreads, 0, stream_of(launch)>>>(
-        spans, arrays, on_device.view());
-    check(cudaGetLastError(), "adamw_8bit");
+    run_kernel(launch, "adamw_8bit", spans.chunks, kThreads, update_8bit<Gradient>, spans, arrays,
+               on_device.view());
   });
 }
 

@@ -86,8 +86,16 @@ class DeviceMap {
   Spans spans_;
 };
 
-inline unsigned blocks_for(std::int64_t count) {
-  return static_cast<unsigned>(std::min(count, kMaxBlocks));
+// The one place that starts kernels, by a plain call instead of <<<>>>: a test that runs them on
+// the CPU can then stand in for it. `blocks` is cut to kMaxBlocks.
+template <class... Parameters, class... Arguments>
+void run_kernel(const Launch& launch, const char* name, std::int64_t blocks, int threads,
+                void (*kernel)(Parameters...), const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(blocks, kMaxBlocks)));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream_of(launch);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
 // body(span, offset) once for every element of every span.
@@ -145,8 +153,7 @@ template <class Body>
 void run_each_element(const Launch& launch, const DeviceMap& map, Body body, const char* name) {
   const Spans& spans = map.spans();
   if (spans.chunks == 0) return;
-  each_element<<<blocks_for(spans.chunks), kThreads, 0, stream_of(launch)>>>(spans, body);
-  check(cudaGetLastError(), name);
+  run_kernel(launch, name, spans.chunks, kThreads, each_element<Body>, spans, body);
 }
 
 template <class Body>
@@ -154,16 +161,12 @@ void run_each_lane(const Launch& launch, const DeviceMap& map, Body body, double
                    const char* name) {
   const Spans& spans = map.spans();
   if (spans.num_spans == 0) return;
-  const cudaStream_t stream = stream_of(launch);
-  const DeviceArray<double> sums(spans.chunks, stream);
+  const DeviceArray<double> sums(spans.chunks, stream_of(launch));
   if (spans.chunks > 0) {
     const std::int64_t blocks = (spans.chunks * kLanes + kThreads - 1) / kThreads;
-    each_lane<<<blocks_for(blocks), kThreads, 0, stream>>>(spans, body, sums.data());
-    check(cudaGetLastError(), name);
+    run_kernel(launch, name, blocks, kThreads, each_lane<Body>, spans, body, sums.data());
   }
-  const unsigned blocks = blocks_for((spans.num_spans + 31) / 32);
-  join_chunks<<<blocks, 32, 0, stream>>>(spans, sums.data(), out);
-  check(cudaGetLastError(), name);
+  run_kernel(launch, name, (spans.num_spans + 31) / 32, 32, join_chunks, spans, sums.data(), out);
 }
 
 }  // namespace poise::kernels::cuda

@@ -90,9 +90,8 @@ void lion_8bit(const Launch& launch, const Lion8BitArrays& arrays, const Rounded
   if (spans.chunks == 0) return;
   with_element(arrays.gradient_dtype, [&](auto element) {
     using Gradient = decltype(element);
-    update_8bit<Gradient><<<blocks_for(spans.chunks), kThreads, 0, stream_of(launch)>>>(
-        spans, arrays, on_device.view());
-    check(cudaGetLastError(), "lion_8bit");
+    run_kernel(launch, "lion_8bit", spans.chunks, kThreads, update_8bit<Gradient>, spans, arrays,
+               on_device.view());
   });
 }
 
