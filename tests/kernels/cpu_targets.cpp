@@ -24,7 +24,7 @@ Launch Target::launch() const {
   return launch;
 }
 
-std::unique_ptr<IsaOverride> Target::force() const { return std::make_unique<IsaOverride>(isa); }
+std::shared_ptr<void> Target::force() const { return std::make_shared<IsaOverride>(isa); }
 
 std::vector<Target> targets() {
   std::vector<Target> all;

@@ -63,6 +63,7 @@ at::Tensor on(const c10::Device& device, const at::Tensor& tensor) {
 
 ::testing::AssertionResult same_bits(const at::Tensor& expected,
                                      const at::Tensor& actual_anywhere) {
+  if (expected.numel() == 0) return ::testing::AssertionSuccess();
   const at::Tensor actual = actual_anywhere.cpu();
   const auto width = static_cast<std::int64_t>(expected.element_size());
   const auto* e = static_cast<const char*>(expected.const_data_ptr());
@@ -94,7 +95,7 @@ class Equality : public ::testing::TestWithParam<Target> {
   Launch launch() const { return GetParam().launch(); }
 
  private:
-  std::unique_ptr<IsaOverride> forced_;
+  std::shared_ptr<void> forced_;
 };
 
 TEST_P(Equality, SquaredNorms) {
@@ -103,10 +104,12 @@ TEST_P(Equality, SquaredNorms) {
     const at::Tensor there = on(device(), data);
     std::vector<Piece> pieces;
     std::int64_t begin = 0;
-    for (const std::int64_t size : kSizes) {
+    const auto add = [&](std::int64_t size) {
       pieces.push_back({begin, begin + size});
       begin += size + 1;
-    }
+    };
+    for (const std::int64_t size : kSizes) add(size);
+    for (int i = 0; i < 100; ++i) add(i % 7);
     const auto count = static_cast<std::int64_t>(pieces.size());
     at::Tensor expected = at::zeros({count}, at::kDouble);
     at::Tensor actual = at::zeros({count}, at::TensorOptions(at::kDouble).device(device()));

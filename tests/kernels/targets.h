@@ -18,9 +18,11 @@ struct Target {
   c10::Device device = c10::Device(c10::kCPU);
   Isa isa = Isa::baseline;  // CPU only
   bool threads = false;     // CPU only: odd pieces on two threads
+  bool backwards = false;   // CUDA on the CPU only: the last thread runs first
 
   Launch launch() const;
-  std::unique_ptr<IsaOverride> force() const;
+  // What makes the target run so, while it lives.
+  std::shared_ptr<void> force() const;
 };
 
 inline void PrintTo(const Target& target, std::ostream* out) { *out << target.name; }
