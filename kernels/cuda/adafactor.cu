@@ -52,7 +52,8 @@ struct SumLine {
     const bool is_row = number < layout.num_rows;
     const Line line = is_row ? line_of(layout, layout.row_step, number)
                              : line_of(layout, layout.column_step, number - layout.num_rows);
-    double total = 0, sum = 0;
+    double& total = sums[is_row ? layout.rows + number : layout.columns + number - layout.num_rows];
+    double sum = 0;
     std::int64_t chunk = -1;
     for (std::int64_t k = 0; k < line.count; ++k) {
       const std::int64_t offset = line.base + k * line.stride - piece.first;
@@ -67,9 +68,6 @@ struct SumLine {
                          piece.constants.factor);
     }
     total += sum;
-    const std::int64_t place =
-        is_row ? layout.rows + number : layout.columns + number - layout.num_rows;
-    sums[place] += total;
   }
 };
 

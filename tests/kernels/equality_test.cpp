@@ -306,7 +306,8 @@ TEST_P(Equality, AdafactorAndItsSums) {
     const std::vector<at::Tensor> expected = {
         values(kFlat, at::kFloat, 4, special), values(kFlat, at::kBFloat16, 8, false),
         on(c10::Device(c10::kCPU), values(factors, at::kFloat, 5, false).abs()),
-        at::zeros({factors}, at::kDouble), at::zeros({count}, at::kDouble)};
+        values(factors, at::kFloat, 12, false).to(at::kDouble),  // sums to add to
+        at::zeros({count}, at::kDouble)};
     std::vector<at::Tensor> actual;
     for (const at::Tensor& tensor : expected) actual.push_back(on(device(), tensor));
     const at::Tensor there = on(device(), gradient);
