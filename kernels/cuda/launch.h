@@ -36,7 +36,14 @@ class DeviceArray {
  public:
   DeviceArray(std::int64_t size, cudaStream_t stream) : stream_(stream) {
     const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(size, 1)) * sizeof(T);
-    check(cudaMallocAsync(reinterpret_cast<void**>(&data_), bytes, stream_), "cudaMallocAsync");
+    const auto status = cudaMallocAsync(reinterpret_cast<void**>(&data_), bytes, stream_);
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // or torch would find it at its next call
+      fail("kernels", "no GPU memory for ", bytes, " bytes of a kernel's tables, which lie beside ",
+           "what torch has reserved; make micro-batches smaller, or limit torch's share by "
+           "torch.cuda.set_per_process_memory_fraction");
+    }
+    check(status, "cudaMallocAsync");
   }
   // The source is pageable: the copy has left it when the call returns.
   DeviceArray(const T* host, std::int64_t size, cudaStream_t stream) : DeviceArray(size, stream) {

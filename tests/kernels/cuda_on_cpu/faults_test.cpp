@@ -6,6 +6,8 @@
 
 #include "kernels/cuda_on_cpu/cuda_runtime.h"
 #include "kernels/cuda_on_cpu/device.h"
+#include "kernels/norm.h"
+#include "poise/error.h"
 
 namespace poise::kernels::cuda_on_cpu {
 namespace {
@@ -121,6 +123,22 @@ TEST_F(Faults, OfMemoryAndStreams) {
   cudaFreeAsync(data, stream);
   EXPECT_EQ(Device::fault(), "a call on a stream that is not the Launch's");
   EXPECT_THAT(run(0, 32, barrier_for_some), HasSubstr("a launch of 0 blocks of 32 threads"));
+}
+
+TEST_F(Faults, NoMemoryForAKernelsTablesIsToldAsSuch) {
+  const Piece piece{0, 4};
+  const float data[4] = {};
+  double out = 0;
+  Device::set_full(true);
+  try {
+    squared_norms(Device::launch(), DType::f32, data, &piece, 1, &out);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("no GPU memory"));
+    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("restart")));
+  }
+  Device::set_full(false);
+  EXPECT_EQ(Device::fault(), "");
 }
 
 TEST_F(Faults, AccessesOutsideOfArraysEndTheProgram) {
