@@ -49,15 +49,31 @@ POISE_KERNEL_BACKEND(reference)
 POISE_KERNEL_BACKEND(cpu)
 POISE_KERNEL_BACKEND(cuda)
 
+namespace cuda {
+// The thread's current device while it lives: kernels are started there, whatever it was.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = 0;
+};
+}  // namespace cuda
+
 // Calls `call(backend's function)`; one place for the switch of every door.
-#define POISE_KERNEL_DISPATCH(launch, function, ...) \
-  switch ((launch).backend) {                        \
-    case Backend::reference:                         \
-      return reference::function(__VA_ARGS__);       \
-    case Backend::cpu:                               \
-      return cpu::function(__VA_ARGS__);             \
-    case Backend::cuda:                              \
-      return cuda::function(__VA_ARGS__);            \
+#define POISE_KERNEL_DISPATCH(launch, function, ...)  \
+  switch ((launch).backend) {                         \
+    case Backend::reference:                          \
+      return reference::function(__VA_ARGS__);        \
+    case Backend::cpu:                                \
+      return cpu::function(__VA_ARGS__);              \
+    case Backend::cuda: {                             \
+      const cuda::DeviceScope scope((launch).device); \
+      return cuda::function(__VA_ARGS__);             \
+    }                                                 \
   }
 }  // namespace poise::kernels
 #undef POISE_KERNEL_BACKEND

@@ -2,6 +2,7 @@
 // Kernels are torch-free: the caller passes raw pointers, element counts and one of these.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace poise::kernels {
@@ -26,7 +27,12 @@ using ParallelFor = void (*)(std::int64_t count, std::int64_t grain, RangeBody b
 struct Launch {
   Backend backend = Backend::cpu;
   ParallelFor parallel_for = nullptr;  // CPU back end: null runs on the calling thread
-  void* stream = nullptr;              // CUDA back end: a cudaStream_t
+  // CUDA back end: a cudaStream_t, the number of its device, and where tables and partial sums lie.
+  // allocate() throws where the device has no room; release() is called in stream order.
+  void* stream = nullptr;
+  int device = 0;
+  void* (*allocate)(std::size_t bytes, void* stream) = nullptr;
+  void (*release)(void* data) = nullptr;
 };
 
 }  // namespace poise::kernels

@@ -24,15 +24,15 @@ struct AddWeighted {
 void accumulate(const Launch& launch, Accumulate mode, float* accumulator, DType gradient_dtype,
                 const void* gradient, std::int64_t numel, float weight, double* sum_of_squares) {
   const ChunkMap chunks(1, [&](std::int64_t) { return numel; });
-  const DeviceMap map(chunks, stream_of(launch));
+  const DeviceMap<> map(launch, chunks);
   with_element(gradient_dtype, [&](auto element) {
     using Element = decltype(element);
     const AddWeighted<Element> body{accumulator, static_cast<const Element*>(gradient), weight,
                                     mode == Accumulate::add};
     if (sum_of_squares != nullptr) {
-      run_each_lane(launch, map, body, sum_of_squares, "accumulate");
+      run_each_lane(launch, map.spans(), body, sum_of_squares, "accumulate");
     } else {
-      run_each_element(launch, map, body, "accumulate");
+      run_each_element(launch, map.spans(), body, "accumulate");
     }
   });
 }

@@ -116,10 +116,11 @@ void factor_sums(const Launch& launch, const FactoredArrays& arrays,
   const ChunkMap lines(num_segments, [&](std::int64_t s) {
     return segments[s].layout.num_rows + segments[s].layout.num_columns;
   });
-  const DeviceMap map(lines, stream_of(launch));
+  const DeviceMap<> map(launch, lines);
   with_element(arrays.gradient_dtype, [&](auto element) {
     using Gradient = decltype(element);
-    run_each_element(launch, map, SumLine<Gradient>{arrays, on_device.view(), sums}, "factor_sums");
+    run_each_element(launch, map.spans(), SumLine<Gradient>{arrays, on_device.view(), sums},
+                     "factor_sums");
   });
 }
 

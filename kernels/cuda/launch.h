@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <vector>
 
 #include "kernels/backends.h"
@@ -30,67 +32,100 @@ inline cudaStream_t stream_of(const Launch& launch) {
   return static_cast<cudaStream_t>(launch.stream);
 }
 
-// A device array that lives in stream order: freed when the work queued before is done.
+// Memory of the device in stream order: who gets it next comes after the work queued before.
 template <class T>
 class DeviceArray {
  public:
-  DeviceArray(std::int64_t size, cudaStream_t stream) : stream_(stream) {
-    const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(size, 1)) * sizeof(T);
-    const auto status = cudaMallocAsync(reinterpret_cast<void**>(&data_), bytes, stream_);
-    if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // or torch would find it at its next call
-      fail("kernels", "no GPU memory for ", bytes, " bytes of a kernel's tables, which lie beside ",
-           "what torch has reserved; make micro-batches smaller, or limit torch's share by "
-           "torch.cuda.set_per_process_memory_fraction");
-    }
-    check(status, "cudaMallocAsync");
-  }
-  // The source is pageable: the copy has left it when the call returns.
-  DeviceArray(const T* host, std::int64_t size, cudaStream_t stream) : DeviceArray(size, stream) {
-    if (size == 0) return;
-    check(cudaMemcpyAsync(data_, host, static_cast<std::size_t>(size) * sizeof(T),
-                          cudaMemcpyHostToDevice, stream_),
-          "cudaMemcpyAsync");
-  }
-  ~DeviceArray() { cudaFreeAsync(data_, stream_); }
+  DeviceArray(const Launch& launch, std::int64_t size)
+      : launch_(launch),
+        data_(static_cast<T*>(
+            launch.allocate(static_cast<std::size_t>(std::max<std::int64_t>(size, 1)) * sizeof(T),
+                            launch.stream))) {}
+  ~DeviceArray() { launch_.release(data_); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   T* data() const { return data_; }
 
  private:
-  T* data_ = nullptr;
-  cudaStream_t stream_;
+  const Launch& launch_;
+  T* const data_;
 };
 
-// A ChunkMap as device code sees it.
+// A ChunkMap as device code sees it. A single span, the commonest, needs no tables.
 struct Spans {
   const std::int64_t* first_chunk;  // num_spans + 1 entries
   const std::int64_t* numel;
   std::int64_t num_spans;
   std::int64_t chunks;
+  std::int64_t single;  // elements of the only span
 };
 
+POISE_BODY std::int64_t first_chunk_of(const Spans& spans, std::int64_t span) {
+  if (spans.num_spans == 1) return span == 0 ? 0 : spans.chunks;
+  return spans.first_chunk[span];
+}
+
 POISE_BODY Chunk chunk_at(const Spans& spans, std::int64_t number) {
-  const std::int64_t span = span_of_chunk(spans.first_chunk, spans.num_spans, number);
-  const std::int64_t offset = (number - spans.first_chunk[span]) * kChunk;
-  const std::int64_t left = spans.numel[span] - offset;
+  const bool single = spans.num_spans == 1;
+  const std::int64_t span = single ? 0 : span_of_chunk(spans.first_chunk, spans.num_spans, number);
+  const std::int64_t offset = (number - first_chunk_of(spans, span)) * kChunk;
+  const std::int64_t left = (single ? spans.single : spans.numel[span]) - offset;
   return Chunk{span, offset, left < kChunk ? left : kChunk};
 }
 
+// Returns the size afterwards.
+inline std::size_t append(std::vector<unsigned char>& bytes, const void* data, std::size_t size) {
+  const std::size_t before = bytes.size();
+  bytes.resize(before + size);
+  if (size > 0) std::memcpy(bytes.data() + before, data, size);
+  return bytes.size();
+}
+inline std::size_t append(std::vector<unsigned char>& bytes,
+                          const std::vector<std::int64_t>& numbers) {
+  return append(bytes, numbers.data(), numbers.size() * sizeof(std::int64_t));
+}
+
+// A ChunkMap on the device, with a row of `Row` for each span: one allocation and one copy.
+struct NoRow {};
+
+template <class Row = NoRow>
 class DeviceMap {
  public:
-  DeviceMap(const ChunkMap& map, cudaStream_t stream)
-      : first_chunk_(map.first_chunk().data(), map.spans() + 1, stream),
-        numel_(map.numel().data(), map.spans(), stream),
-        spans_{first_chunk_.data(), numel_.data(), map.spans(), map.chunks()} {}
+  DeviceMap(const Launch& launch, const ChunkMap& map, const Row* rows = nullptr)
+      : spans_{nullptr, nullptr, map.spans(), map.chunks(),
+               map.spans() == 1 ? map.numel().front() : 0} {
+    std::vector<unsigned char> host;
+    if (rows != nullptr) append(host, rows, static_cast<std::size_t>(map.spans()) * sizeof(Row));
+    host.resize((host.size() + kAlignment - 1) / kAlignment * kAlignment);
+    const std::size_t first_chunk = host.size();
+    std::size_t numel = first_chunk;
+    if (map.spans() > 1) {
+      numel = append(host, map.first_chunk());
+      append(host, map.numel());
+    }
+    if (host.empty()) return;
+    memory_.emplace(launch, static_cast<std::int64_t>(host.size()));
+    unsigned char* const data = memory_->data();
+    // The source is pageable: the copy has left it when the call returns.
+    check(
+        cudaMemcpyAsync(data, host.data(), host.size(), cudaMemcpyHostToDevice, stream_of(launch)),
+        "cudaMemcpyAsync");
+    rows_ = reinterpret_cast<const Row*>(data);
+    spans_.first_chunk = reinterpret_cast<const std::int64_t*>(data + first_chunk);
+    spans_.numel = reinterpret_cast<const std::int64_t*>(data + numel);
+  }
 
   const Spans& spans() const { return spans_; }
+  const Row* rows() const { return rows_; }
 
  private:
-  DeviceArray<std::int64_t> first_chunk_;
-  DeviceArray<std::int64_t> numel_;
+  static constexpr std::size_t kAlignment = 16;
+  static_assert(alignof(Row) <= kAlignment);
+
   Spans spans_;
+  std::optional<DeviceArray<unsigned char>> memory_;
+  const Row* rows_ = nullptr;
 };
 
 // The one place that starts kernels, by a plain call instead of <<<>>>: a test that runs them on
@@ -149,26 +184,23 @@ static __global__ void join_chunks(Spans spans, const double* sums, double* out)
   for (std::int64_t span = first; span < spans.num_spans;
        span += std::int64_t{gridDim.x} * blockDim.x) {
     double sum = 0;
-    for (std::int64_t c = spans.first_chunk[span]; c < spans.first_chunk[span + 1]; ++c) {
-      sum += sums[c];
-    }
+    const std::int64_t end = first_chunk_of(spans, span + 1);
+    for (std::int64_t c = first_chunk_of(spans, span); c < end; ++c) sum += sums[c];
     out[span] = sum;
   }
 }
 
 template <class Body>
-void run_each_element(const Launch& launch, const DeviceMap& map, Body body, const char* name) {
-  const Spans& spans = map.spans();
+void run_each_element(const Launch& launch, const Spans& spans, Body body, const char* name) {
   if (spans.chunks == 0) return;
   run_kernel(launch, name, spans.chunks, kThreads, each_element<Body>, spans, body);
 }
 
 template <class Body>
-void run_each_lane(const Launch& launch, const DeviceMap& map, Body body, double* out,
+void run_each_lane(const Launch& launch, const Spans& spans, Body body, double* out,
                    const char* name) {
-  const Spans& spans = map.spans();
   if (spans.num_spans == 0) return;
-  const DeviceArray<double> sums(spans.chunks, stream_of(launch));
+  const DeviceArray<double> sums(launch, spans.chunks);
   if (spans.chunks > 0) {
     const std::int64_t blocks = (spans.chunks * kLanes + kThreads - 1) / kThreads;
     run_kernel(launch, name, blocks, kThreads, each_lane<Body>, spans, body, sums.data());

@@ -17,15 +17,13 @@ struct ReadPiece {
 
 void squared_norms(const Launch& launch, DType dtype, const void* base, const Piece* pieces,
                    std::int64_t num_pieces, double* out) {
-  const cudaStream_t stream = stream_of(launch);
   const ChunkMap chunks(num_pieces,
                         [&](std::int64_t p) { return pieces[p].end - pieces[p].begin; });
-  const DeviceMap map(chunks, stream);
-  const DeviceArray<Piece> device_pieces(pieces, num_pieces, stream);
+  const DeviceMap map(launch, chunks, pieces);
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    const ReadPiece<Element> read{static_cast<const Element*>(base), device_pieces.data()};
-    run_each_lane(launch, map, read, out, "squared_norms");
+    const ReadPiece<Element> read{static_cast<const Element*>(base), map.rows()};
+    run_each_lane(launch, map.spans(), read, out, "squared_norms");
   });
 }
 

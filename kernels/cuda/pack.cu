@@ -28,20 +28,18 @@ struct CopyBits {
 
 void pack(const Launch& launch, DType source_dtype, DType target_dtype, const PackPiece* pieces,
           std::int64_t num_pieces, float scale) {
-  const cudaStream_t stream = stream_of(launch);
   const ChunkMap chunks(num_pieces, [&](std::int64_t p) { return pieces[p].numel; });
-  const DeviceMap map(chunks, stream);
-  const DeviceArray<PackPiece> device_pieces(pieces, num_pieces, stream);
+  const DeviceMap map(launch, chunks, pieces);
   const bool same = source_dtype == target_dtype && scale == 1.0f;
   with_element(source_dtype, [&](auto from) {
     using Source = decltype(from);
     if (same) {
-      run_each_element(launch, map, CopyBits<Source>{device_pieces.data()}, "pack");
+      run_each_element(launch, map.spans(), CopyBits<Source>{map.rows()}, "pack");
       return;
     }
     with_element(target_dtype, [&](auto to) {
       using Target = decltype(to);
-      run_each_element(launch, map, Convert<Source, Target>{device_pieces.data(), scale}, "pack");
+      run_each_element(launch, map.spans(), Convert<Source, Target>{map.rows(), scale}, "pack");
     });
   });
 }

@@ -35,24 +35,23 @@ class DeviceSegments {
   DeviceSegments(const Launch& launch, const Segment* segments, std::int64_t num_segments,
                  ConstantsOf constants_of)
       : launch_(launch),
-        map_(ChunkMap(num_segments,
+        map_(launch,
+             ChunkMap(num_segments,
                       [&](std::int64_t s) { return segments[s].end - segments[s].begin; }),
-             stream_of(launch)),
-        prepared_(prepare(segments, num_segments, constants_of).data(), num_segments,
-                  stream_of(launch)) {}
+             prepare(segments, num_segments, constants_of).data()) {}
 
   // body(segment, offset) once for every element of every segment.
   template <class Body>
   void run(Body body, const char* name) const {
-    run_each_element(launch_, map_, body, name);
+    run_each_element(launch_, map_.spans(), body, name);
   }
   // out[s] = the square sum of what body(segment, offset) returns for the elements of segment s.
   template <class Body>
   void sum(Body body, double* out, const char* name) const {
-    run_each_lane(launch_, map_, body, out, name);
+    run_each_lane(launch_, map_.spans(), body, out, name);
   }
   const Spans& spans() const { return map_.spans(); }
-  Segments<Constants> view() const { return {prepared_.data()}; }
+  Segments<Constants> view() const { return {map_.rows()}; }
 
  private:
   template <class Segment, class ConstantsOf>
@@ -68,8 +67,7 @@ class DeviceSegments {
   }
 
   const Launch& launch_;
-  DeviceMap map_;
-  DeviceArray<Prepared<Constants>> prepared_;
+  DeviceMap<Prepared<Constants>> map_;
 };
 
 }  // namespace poise::kernels::cuda

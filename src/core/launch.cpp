@@ -29,6 +29,9 @@ kernels::Launch launch_for(const c10::Device& device) {
   } else if (device.is_cuda()) {
     launch.backend = kernels::Backend::cuda;
     launch.stream = cuda::current_stream(device);
+    launch.device = device.index();
+    launch.allocate = cuda::allocate;
+    launch.release = cuda::release;
   } else {
     fail("core", "no kernels for device: ", device.str(), "; move the model to the CPU or to CUDA");
   }

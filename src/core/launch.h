@@ -4,6 +4,8 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
+
 #include "kernels/launch.h"
 #include "poise/export.h"
 
@@ -18,6 +20,9 @@ POISE_API kernels::DType kernel_dtype(c10::ScalarType type);
 namespace cuda {
 // A cudaStream_t. Defined in cuda/ or no_cuda/ (where it throws Error).
 void* current_stream(const c10::Device& device);
+// By torch's allocator, which frees what it keeps for later before it says that there is no more.
+void* allocate(std::size_t bytes, void* stream);
+void release(void* data);
 }  // namespace cuda
 
 }  // namespace poise

@@ -36,9 +36,8 @@ struct cudaLaunchConfig_t {
 };
 
 const char* cudaGetErrorString(cudaError_t status);  // of cudaErrorUnknown: the last fault
-cudaError_t cudaGetLastError();
-cudaError_t cudaMallocAsync(void** data, std::size_t bytes, cudaStream_t stream);
-cudaError_t cudaFreeAsync(void* data, cudaStream_t stream);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream);
 

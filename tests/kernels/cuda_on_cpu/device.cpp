@@ -18,6 +18,8 @@ namespace {
 
 constexpr std::size_t kStack = 64 << 10;
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr int kDevice = 1, kDevices = 2;
+int current_device = 0;
 
 enum class State { ready, at_barrier, at_shuffle, over };
 
@@ -165,6 +167,7 @@ void set_fault(const std::string& what) {
 }
 
 void check_stream(const void* stream) {
+  if (current_device != kDevice) set_fault("a call on a device that is not the Launch's");
   if (stream != Device::launch().stream) set_fault("a call on a stream that is not the Launch's");
 }
 
@@ -201,13 +204,19 @@ std::uint64_t shuffle_down(unsigned mask, std::uint64_t value, unsigned delta, i
   return self.shuffle.value;
 }
 
-Device::Device(Order order, unsigned most_blocks) { settings = {order, most_blocks}; }
+Device::Device(Order order, unsigned most_blocks) {
+  settings = {order, most_blocks};
+  current_device = 0;
+}
 Device::~Device() { settings = {}; }
 
 Launch Device::launch() {
   Launch launch;
   launch.backend = Backend::cuda;
   launch.stream = &settings;
+  launch.device = kDevice;
+  launch.allocate = allocate_on_device;
+  launch.release = free_on_device;
   return launch;
 }
 
@@ -227,4 +236,16 @@ const char* cudaGetErrorString(cudaError_t) {
 void __syncthreads(const std::source_location& site) {
   using namespace poise::kernels::cuda_on_cpu;
   wait_as(State::at_barrier, site);
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = poise::kernels::cuda_on_cpu::current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  using namespace poise::kernels::cuda_on_cpu;
+  if (device < 0 || device >= kDevices) return cudaErrorUnknown;
+  current_device = device;
+  return cudaSuccess;
 }

@@ -19,12 +19,12 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // On the one stream that calls must be made on.
+  // On the one stream that calls must be made on, of a device that is not the current one at first.
   static Launch launch();
   // What was done first, since the last call, that CUDA leaves undefined or refuses; memory that is
   // not freed, too. Empty: nothing. Calls also return an error, as far as CUDA's do.
   static std::string fault();
-  // Whether cudaMallocAsync finds no memory.
+  // Whether there is no memory.
   static void set_full(bool full);
 };
 
@@ -37,5 +37,7 @@ void free_guarded_memory(void* data);
 void set_fault(const std::string& what);
 void check_stream(const void* stream);
 std::size_t arrays_on_device();
+void* allocate_on_device(std::size_t bytes, void* stream);  // throws std::bad_alloc
+void free_on_device(void* data);
 
 }  // namespace poise::kernels::cuda_on_cpu

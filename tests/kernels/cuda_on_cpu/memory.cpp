@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <map>
+#include <new>
 
 #include "kernels/cuda_on_cpu/cuda_runtime.h"
 #include "kernels/cuda_on_cpu/device.h"
@@ -84,29 +85,26 @@ std::size_t arrays_on_device() {
 
 void Device::set_full(bool now) { full = now; }
 
-}  // namespace poise::kernels::cuda_on_cpu
-
-using namespace poise::kernels::cuda_on_cpu;
-
-cudaError_t cudaMallocAsync(void** data, std::size_t bytes, cudaStream_t stream) {
-  if (full) return cudaErrorMemoryAllocation;
+void* allocate_on_device(std::size_t bytes, void* stream) {
+  if (full) throw std::bad_alloc();
   check_stream(stream);
-  *data = guarded_memory(bytes);
-  arrays().at(*data).on_device = true;
-  return cudaSuccess;
+  void* const data = guarded_memory(bytes);
+  arrays().at(data).on_device = true;
+  return data;
 }
 
-cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
-  check_stream(stream);
-  if (data == nullptr) return cudaSuccess;
+void free_on_device(void* data) {
   const auto found = arrays().find(data);
   if (found == arrays().end() || !found->second.on_device) {
     set_fault("what was freed is not device memory");
-    return cudaErrorUnknown;
+    return;
   }
   free_guarded_memory(data);
-  return cudaSuccess;
 }
+
+}  // namespace poise::kernels::cuda_on_cpu
+
+using namespace poise::kernels::cuda_on_cpu;
 
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream) {
