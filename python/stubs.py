@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+BASES = {"WindowDropped": "BaseException"}  # of the exceptions that are no errors
+
 
 def write_stubs(folder: str) -> Path:
     python = [sys.executable, "-m"]
@@ -21,8 +23,8 @@ def write_stubs(folder: str) -> Path:
     # The exceptions call themselves poise.Error, where users find them; to a type checker that would
     # be a circle, since the package takes them from here.
     text = re.sub(
-        r"^from poise import (Bug|Error)$",
-        r"class \1(RuntimeError): ...",
+        r"^from poise import (Bug|Error|WindowDropped)$",
+        lambda found: f"class {found[1]}({BASES.get(found[1], 'RuntimeError')}): ...",
         stubs.read_text(),
         flags=re.M,
     )

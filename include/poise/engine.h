@@ -141,7 +141,10 @@ class POISE_API Engine {
   // This rank cannot go on with the open window, since a forward ran out of memory: the window is
   // dropped on all ranks. Waits for the others to come to its end. One rank: discard_window().
   void lose_window(const std::string& why);
-  std::int64_t lost_windows() const;  // dropped since memory ran out on some rank
+  // The same without a failure: throws WindowDropped on all ranks, from their backward(),
+  // begin_update() or step(). On one rank, too.
+  [[noreturn]] void drop_window();
+  std::int64_t lost_windows() const;  // dropped on all ranks, whoever began it
 
   // Optional, before step(): sums and statistics of the window. After it gradient(name) is the mean
   // unscaled unclipped gradient, fp32, a copy that may be written: step() then takes it back and

@@ -7,6 +7,7 @@ import collections.abc
 
 class Bug(RuntimeError): ...
 class Error(RuntimeError): ...
+class WindowDropped(BaseException): ...
 
 import torch
 import torch.distributed.distributed_c10d
@@ -44,6 +45,7 @@ __all__: list[str] = [
     "Snapshot",
     "StepResult",
     "Unit",
+    "WindowDropped",
     "WindowLoader",
     "chunked_cross_entropy",
     "cli_run",
@@ -307,6 +309,14 @@ class Group:
     def check(self) -> None:
         """
         Raises the group's failure, if there is one.
+        """
+    def leave_note(self, key: str, text: str) -> None:
+        """
+        A short text for the other ranks, beside the collectives, at any time.
+        """
+    def note(self, key: str) -> str | None:
+        """
+        What a rank left under this key last; None: nothing yet.
         """
     def reset_traffic(self) -> None:
         """
@@ -700,6 +710,7 @@ class Engine:
     def begin_window(self, counts: collections.abc.Sequence[typing.SupportsFloat]) -> None: ...
     def clip_grad_norm(self, max_norm: typing.SupportsFloat) -> float: ...
     def discard_window(self) -> None: ...
+    def drop_window(self) -> None: ...
     def finish_save(self) -> None: ...
     def forward_scope(self) -> ForwardScope: ...
     def gathered(self, writer: typing.SupportsInt | None) -> GatheredScope: ...
@@ -908,6 +919,7 @@ def ranks_from_environment(
     """
     All of them, those that this one shards with, and its equals in the other groups.
     """
+
 
 def recompute(
     first: collections.abc.Callable,

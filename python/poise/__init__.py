@@ -15,7 +15,7 @@ _check_torch(
 )
 
 from poise import accelerator, checkpointing, comm, data, memory, ops, zero  # noqa: E402  (after the check)
-from poise._C import Bug, Config, Error, StepResult  # noqa: E402
+from poise._C import Bug, Config, Error, StepResult, WindowDropped  # noqa: E402
 from poise.callbacks import TrainerCallback  # noqa: E402
 from poise.checkpointing import chunked_cross_entropy  # noqa: E402
 from poise.deepspeed import (  # noqa: E402
@@ -65,6 +65,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
+    "WindowDropped",
     "ZeROOptimizer",
     "__version__",
     "accelerator",

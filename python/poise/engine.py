@@ -197,9 +197,15 @@ class Engine:
         come to its end; backward, and a forward at zero.stage 3, do so by themselves."""
         self._engine.lose_window(why)
 
+    def drop_window(self) -> None:
+        """Drops the open window on all ranks, whose backward, begin_update or step then raises
+        poise.WindowDropped, as this call does once they have come to the window's end. The same
+        from within step(window, loss_fn): a loss_fn that raises it."""
+        self._engine.drop_window()
+
     @property
     def lost_windows(self) -> int:
-        """Windows that were dropped since memory ran out on some rank."""
+        """Windows that lose_window, drop_window or a loss_fn has dropped on all ranks."""
         return self._engine.lost_windows
 
     def begin_update(self) -> None:

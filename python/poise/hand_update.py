@@ -35,6 +35,7 @@ def step(
     loss_fn: Callable[[Any], Loss],
     log: RunLog,
     counts: Sequence[float] = (),
+    end_is_asked: Callable[[], bool] = lambda: False,
 ) -> StepResult | None:
     """The update; None where a callback asked to leave run or epoch between two micro-batches.
 
@@ -43,6 +44,7 @@ def step(
       loss_fn: finds the cause of a loss that is not finite.
       log: calls the callbacks.
       counts: of the window, of a loss with several terms.
+      end_is_asked: whether the window shall be dropped on all ranks: asked before every micro-batch.
     """
     left = False
     try:
@@ -54,6 +56,8 @@ def step(
                 left = left or log.leaving()
             if left and engine.group.size == 1:
                 break  # several ranks need each other to the end of the window
+            if end_is_asked():
+                engine.drop_window()
             _or_lost(engine, training_step, batch)
         if engine.group.size > 1:
             engine.begin_update()  # first: a rank that lost the window waits for the others' sums

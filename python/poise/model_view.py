@@ -42,6 +42,16 @@ def named_buffers(model: nn.Module) -> NamedTensors:
     return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
 
 
+def lasting_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Those of its state_dict: running statistics, not masks and tables that forward only reads."""
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
 def find_units(model: nn.Module, units: UnitChoice = None) -> list[tuple[str, nn.Module]]:
     """The modules that are kept, gathered and recomputed as one, in order of their names.
 

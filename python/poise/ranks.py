@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from poise import _C, comm
 from poise._C import Error, Group
+from poise.signals import Interrupted
 
 logger = logging.getLogger("poise")
 
@@ -105,9 +106,12 @@ def only_first_logs(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_to_others(group: Group) -> Iterator[None]:
-    """An exception ends the group: the other ranks stop with its message instead of waiting."""
+    """An exception ends the group: the other ranks stop with its message instead of waiting. Not the end
+    by a signal, which all ranks have agreed on."""
     try:
         yield
+    except Interrupted:
+        raise
     except BaseException as error:
         if group.size > 1:
             group.abort(f"{type(error).__name__}: {error}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
+
+from poise._C import Group
 
 SAVE_FIRST = (signal.SIGTERM, signal.SIGUSR1)  # ask a run that saves for a save and its end
 
@@ -30,6 +34,34 @@ class Signals:
         if self.save_asked is not None:
             number, self.save_asked = self.save_asked, None
             raise Interrupted(number)
+
+
+class AskedOfRanks:
+    """Whether a signal has asked this rank or another for a save and the end, between micro-batches.
+
+    It reaches one rank or each at a moment of its own, within a window; the one that has got it leaves a
+    note, so that the others need not finish the window first. All ranks make one.
+    """
+
+    LOOK_EVERY = 0.05  # seconds: a look asks the store
+
+    def __init__(self, signals: Signals, group: Group) -> None:
+        self._signals, self._group, self._looked = signals, group, 0.0
+        if group.size > 1:
+            # The store may still have the notes of a run that the launcher has started again.
+            words = group.all_gather_text(secrets.token_hex(8), "name of the run")
+            self._note = f"trainer/{words[0]}/save_asked"
+
+    def now(self) -> bool:
+        mine = self._signals.save_asked is not None
+        if mine or self._group.size == 1:
+            if mine and self._group.size > 1:
+                self._group.leave_note(self._note, "yes")
+            return mine
+        if time.monotonic() - self._looked < self.LOOK_EVERY:
+            return False
+        self._looked = time.monotonic()
+        return self._group.note(self._note) is not None
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from poise import (
     trainer_data,
     utilization,
 )
-from poise._C import Error, StepResult
+from poise._C import Error, StepResult, WindowDropped
 from poise.accelerator_view import AcceleratorView
 from poise.balance import Balance, NothingFits
 from poise.best_model import BestModel
@@ -160,8 +160,9 @@ class Trainer(TrainerEvaluation):
         schedule anew, as in transformers; after an error, or with another model, everything is new.
 
         resume_from_checkpoint (of the arguments, too): the path of a checkpoint, or True for the latest
-        one in output_dir; the run goes on from it. SIGTERM and SIGUSR1 end it after a checkpoint, at the
-        end of the present window, with poise.signals.Interrupted.
+        one in output_dir; the run goes on from it. SIGTERM and SIGUSR1, on any rank, end it between two
+        micro-batches with poise.signals.Interrupted: the open window is dropped, and a checkpoint made
+        after the last whole update; a resumed run is the unbroken one.
 
         Ctrl-C ends it between two micro-batches: the open window is dropped, files are closed, and
         KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it with the
@@ -352,7 +353,11 @@ class Trainer(TrainerEvaluation):
                         break
                 epoch = windows.epoch
                 log.begin_epoch(epoch)
-            if self._update(window, log, profiling):
+            try:
+                updated = self._update(window, log, profiling, saving)
+            except WindowDropped:
+                saving.after_dropped_window()
+            if updated:
                 saving.after_update()
             if log.stop_due():
                 break
@@ -375,7 +380,9 @@ class Trainer(TrainerEvaluation):
             self._evaluate_and_log(log)
         saving.after_epoch()
 
-    def _update(self, window: list[Any], log: RunLog, profiling: Profiling) -> bool:
+    def _update(
+        self, window: list[Any], log: RunLog, profiling: Profiling, saving: TrainerSaves
+    ) -> bool:
         """Whether there was one: a callback may leave run or epoch within a window."""
         update = log.state.global_step + 1
         log.event("on_step_begin")
@@ -394,10 +401,24 @@ class Trainer(TrainerEvaluation):
         def run(batches: list[Any]) -> StepResult | None:
             if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
                 return hand_update.step(
-                    self.engine, batches, self._training_step, self._loss, log, counts
+                    self.engine,
+                    batches,
+                    self._training_step,
+                    self._loss,
+                    log,
+                    counts,
+                    saving.end_is_asked,
                 )
-            loss_fn = log.utilization.around(self._loss)
-            return step(self.engine, batches, loss_fn, update == 1, log.note, log.last_save, counts)
+            return step(
+                self.engine,
+                batches,
+                log.utilization.around(self._loss),
+                update == 1,
+                log.note,
+                log.last_save,
+                counts,
+                saving.drop_if_asked,
+            )
 
         result = run(window) if self._halving is None else self._halving(window, run)
         if result is None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from poise import _C, generators, whole_state
-from poise._C import Error, Group
+from poise._C import Error, Group, WindowDropped
 from poise.data import WindowIterator
 from poise.engine import Engine
-from poise.model_view import plain_name
+from poise.model_view import lasting_buffers, plain_name
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
-from poise.signals import Interrupted, Signals
+from poise.signals import AskedOfRanks, Interrupted, Signals
 from poise.training_arguments import TrainingArguments
 
 STATE_FILE = "trainer_state.json"
@@ -49,12 +50,14 @@ class TrainerSaves:
     ) -> None:
         self._args, self._engine, self._windows = args, engine, windows
         self._log, self._group, self._signals = log, group, signals
-        self._folder = Path(args.output_dir)
+        self._folder, self._saves = Path(args.output_dir), args.save_strategy != "no"
         self._every = max(1, updates_of(args.save_steps, log.state.max_steps))
-        self._saved = 0  # updates at the last checkpoint
+        self._saved: int | None = None  # updates at the last checkpoint
         # Where the next window begins, while it has been read and not trained on.
         self._position: dict[str, Any] | None = None
         self._random: generators.Snapshot | None = None
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._asked = AskedOfRanks(signals, group) if self._saves else None
 
     def resume(self, wanted: str | bool | None) -> None:
         """From a checkpoint; True: the latest of output_dir. Before the first window."""
@@ -77,13 +80,25 @@ class TrainerSaves:
         self._log.note(f"resumed from {loaded.path} after update {self._saved}")
 
     def before_window(self) -> None:
-        """An epoch's end shows when the next window has been read: its checkpoint begins before."""
-        if self._args.save_strategy == "epoch":
+        """Notes where the next window begins. An epoch's end shows when that has been read, and a signal
+        may come within it: their checkpoints begin before."""
+        if self._saves:
             self._position, self._random = self._windows.state_dict(), generators.Snapshot()
+            self._buffers = [(b, b.clone()) for b in lasting_buffers(self._engine.model)]
+
+    def end_is_asked(self) -> bool:
+        """Whether a signal has asked some rank for a checkpoint and the end: between micro-batches."""
+        return self._saves and self._asked.now()
+
+    def drop_if_asked(self) -> None:
+        """The same in a loss of engine.step(window)."""
+        if self.end_is_asked():
+            raise WindowDropped
 
     def after_update(self) -> None:
         """Saves where a checkpoint is due, or was asked for by a callback or a signal on any rank."""
         self._position = self._random = None
+        self._buffers = []
         log, step = self._log, self._log.state.global_step
         if self._args.save_strategy == "steps" and (
             step % self._every == 0 or step >= log.state.max_steps
@@ -94,13 +109,26 @@ class TrainerSaves:
         if log.saving_due():
             self._save()
         if log.control.ended_by_signal:
-            self._engine.finish_save()
-            number = self._signals.save_asked
-            log.note(
-                f"ended by a signal; saved after update {step} in {log.last_save}; goes on from there "
-                "with resume_from_checkpoint=True"
-            )
-            raise Interrupted(number if number is not None else 15)
+            self._end("")
+
+    def after_dropped_window(self) -> None:
+        """A signal came within it: all that it has drawn and counted comes again."""
+        self._random.restore()
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        self._save()
+        self._end(" the open window was dropped,")
+
+    def _end(self, how: str) -> None:
+        self._engine.finish_save()
+        log, number = self._log, self._signals.save_asked
+        log.note(
+            f"ended by a signal;{how} saved after update {log.state.global_step} in {log.last_save}; "
+            "goes on from there with resume_from_checkpoint=True"
+        )
+        self._group.barrier("the end of the run")  # its store goes with rank 0
+        raise Interrupted(number if number is not None else signal.SIGTERM)
 
     def after_epoch(self) -> None:
         if self._args.save_strategy != "epoch":

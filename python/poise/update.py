@@ -19,6 +19,7 @@ def step(
     note: Callable[[str], None],
     last_save: str = "",
     counts: Sequence[float] = (),
+    before_each: Callable[[], None] | None = None,
 ) -> StepResult:
     """The update; one that is stopped over a non-finite loss says where that comes from.
 
@@ -29,13 +30,20 @@ def step(
       first: of the run: then `note` gets a line about the attention kernels that torch chose.
       note: takes a line of text.
       counts: of the window, of a loss with several terms.
+      before_each: called before every micro-batch; what it raises drops the window.
       last_save: the path that a run which stops can go on from; empty: there is none.
     """
     probe = banner.AttentionProbe()
     watched = first and not model_view.is_compiled(engine.model)
     with nonfinite.explained(engine, window, loss_fn, last_save):
-        loss_fn = probe.around(loss_fn) if watched else loss_fn
-        result = engine.step(window, loss_fn, counts=counts)
+        run = probe.around(loss_fn) if watched else loss_fn
+
+        def loss(batch: Any) -> Loss:
+            if before_each is not None:
+                before_each()
+            return run(batch)
+
+        result = engine.step(window, loss, counts=counts)
     if line := probe.line():
         note(line)
     return result

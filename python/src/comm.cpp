@@ -106,6 +106,10 @@ void bind_comm(py::module_& module) {
            WithoutGil(), "Each rank's text, by rank.")
       .def("all_gather_bytes", &all_gather_bytes, py::arg("data"), py::arg("what") = "bytes",
            "Each rank's bytes, by rank.")
+      .def("leave_note", &Group::leave_note, py::arg("key"), py::arg("text"), WithoutGil(),
+           "A short text for the other ranks, beside the collectives, at any time.")
+      .def("note", &Group::note, py::arg("key"), WithoutGil(),
+           "What a rank left under this key last; None: nothing yet.")
       .def("traffic", &traffic_of,
            "Calls and bytes sent in theory since the last reset_traffic(), by kind\n"
            "of collective.")

@@ -20,6 +20,7 @@
 
 #include "poise/engine.h"
 #include "poise/out_of_memory.h"
+#include "poise/window_dropped.h"
 
 namespace py = pybind11;
 
@@ -99,13 +100,38 @@ Loss to_loss(const py::handle& object) {
   return loss;
 }
 
+// poise.WindowDropped of Python: no Exception, so that handlers of errors let it pass.
+PyObject* window_dropped = nullptr;
+
+void add_window_dropped(py::module_& module) {
+  window_dropped = PyErr_NewExceptionWithDoc(
+      "poise.WindowDropped",
+      "Raised by a loss function on some ranks: all ranks drop the open window, and their step\n"
+      "raises it. Nothing has changed then, and engine and group stay usable.",
+      PyExc_BaseException, nullptr);
+  if (!window_dropped) throw py::error_already_set();
+  module.attr("WindowDropped") = py::handle(window_dropped);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const WindowDropped&) {
+      PyErr_SetString(window_dropped, "the open window was dropped");
+    }
+  });
+}
+
 // The callback lives in the caller's frame, so that the engine never destroys a Python object.
 StepResult step_window(Engine& engine, std::size_t count, const py::function& callback,
                        const std::vector<double>& counts) {
   const auto loss = [&callback](std::size_t micro_batch) {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C between micro-batches
-    return to_loss(callback(micro_batch));
+    try {
+      return to_loss(callback(micro_batch));
+    } catch (const py::error_already_set& error) {
+      if (error.matches(window_dropped)) throw WindowDropped();
+      throw;
+    }
   };
   py::gil_scoped_release release;
   return engine.step(count, loss, counts);
@@ -266,6 +292,7 @@ void bind_result(py::module_& module) {
 void bind_engine(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_result(module);
+  add_window_dropped(module);
   set_out_of_memory_check(is_python_out_of_memory);
 
   py::class_<ForwardGuard>(module, "ForwardScope", "A `with` block that a forward runs in.")
@@ -332,6 +359,7 @@ void bind_engine(py::module_& module) {
           py::arg("last") = false, NoGil())
       .def("discard_window", &Engine::discard_window, NoGil())
       .def("lose_window", &Engine::lose_window, py::arg("why"), NoGil())
+      .def("drop_window", &Engine::drop_window, NoGil())
       .def_property_readonly("lost_windows", &Engine::lost_windows)
       .def("begin_update", &Engine::begin_update, NoGil())
       .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), NoGil())

@@ -126,17 +126,30 @@ void Engine::Impl::follow_to_end() {
   sum_up();
 }
 
-// Outside of what run_or_lose() runs.
-void Engine::Impl::lose_window(const std::string& why) {
+// Outside of what run_or_lose() runs: up to the sums, by which all ranks hear of it.
+void Engine::Impl::follow_lost(const engine::Lost& given_up) {
   guarded([&] {
-    lose({false, why});
+    if (state == engine::WindowState::closed) open_window({});
+    lose(given_up);
     follow_to_end();
   });
+}
+
+void Engine::Impl::lose_window(const std::string& why) {
+  follow_lost({false, why});
   try {
     drop_lost_window();
   } catch (const c10::OutOfMemoryError&) {
     // The caller has the error that it all began with.
   }
+}
+
+void Engine::Impl::refuse_after_sums(const char* call) const {
+  if (state != engine::WindowState::summed) return;
+  fail(
+      "engine", call,
+      " came after begin_update(), when all ranks have their sums; call discard_window() on all of "
+      "them");
 }
 
 // A window that some rank has lost is dropped on all of them; the exception it ends with.

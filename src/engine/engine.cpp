@@ -10,6 +10,7 @@
 #include "core/nearest_name.h"
 #include "engine/impl.h"
 #include "poise/log.h"
+#include "poise/window_dropped.h"
 
 namespace poise {
 
@@ -159,13 +160,18 @@ void Engine::backward(const Loss& loss) {
 
 void Engine::lose_window(const std::string& why) {
   if (impl_->group->size() == 1) return discard_window();
-  if (impl_->state == WindowState::summed) {
-    fail("engine",
-         "lose_window() came after begin_update(), when all ranks have their sums; call "
-         "discard_window() on all of them");
-  }
-  if (impl_->state == WindowState::closed) impl_->guarded([&] { impl_->open_window({}); });
+  impl_->refuse_after_sums("lose_window()");
   impl_->lose_window(why);
+}
+
+void Engine::drop_window() {
+  if (impl_->group->size() == 1) {
+    discard_window();
+    throw WindowDropped();
+  }
+  impl_->refuse_after_sums("drop_window()");
+  impl_->follow_lost({true, "it dropped the window"});
+  impl_->drop_lost_window();
 }
 
 std::int64_t Engine::lost_windows() const { return impl_->lost_windows; }

@@ -71,7 +71,7 @@ struct Sums {
 
 // Why this rank ended a window before its end.
 struct Lost {
-  bool dropped = false;  // its loss threw WindowDropped; else it ran out of memory
+  bool dropped = false;  // by WindowDropped or drop_window(); else it ran out of memory
   std::string why;
 };
 
@@ -149,7 +149,9 @@ struct Engine::Impl {
   void note_losses(const std::vector<double>& rows, std::size_t columns);
   void lose(const engine::Lost& given_up);
   void follow_to_end();
+  void follow_lost(const engine::Lost& given_up);
   void lose_window(const std::string& why);
+  void refuse_after_sums(const char* call) const;
   [[noreturn]] void drop_lost_window();
   void gather_gradients();
   void measure_small(zero::MicroBatch position);

@@ -8,6 +8,18 @@
 namespace poise {
 namespace {
 
+// engine.step(window, loss) by the calls of a loop of one's own.
+StepResult run_by_calls(Engine& engine, const test::GridModel& model,
+                        const std::vector<at::Tensor>& window, std::optional<int> drops) {
+  int micro_batch = 0;
+  for (const auto& batch : window) {
+    if (drops == micro_batch++) engine.drop_window();
+    const auto scope = engine.forward_scope();
+    engine.backward(Loss::sum(model.loss_sum(batch), test::counted(batch)));
+  }
+  return engine.step();
+}
+
 struct Ended {
   std::vector<test::Values> parameters;  // by rank
   std::vector<int> dropped;
@@ -16,7 +28,7 @@ struct Ended {
 // Which micro-batch of an update's first try a rank drops the window before; none: it does not.
 using When = std::function<std::optional<int>(int update, int rank)>;
 
-Ended train(const Config& config, int ranks, const When& when) {
+Ended train(const Config& config, int ranks, const When& when, bool by_calls = false) {
   constexpr int kUpdates = 6, kMicroBatches = 4;
   Ended ended;
   ended.parameters.resize(static_cast<std::size_t>(ranks));
@@ -36,6 +48,7 @@ Ended train(const Config& config, int ranks, const When& when) {
             window.push_back(test::make_tokens(3, static_cast<std::uint64_t>(number)));
           }
           const auto run = [&](std::optional<int> drops) {
+            if (by_calls) return run_by_calls(engine, model, window, drops);
             int micro_batch = 0;
             return engine.step(window, [&](const at::Tensor& batch) {
               if (drops == micro_batch++) throw WindowDropped();
@@ -79,10 +92,12 @@ TEST_P(DroppedWindow, IsDroppedOnAllRanks) {
       },
   };
   for (const auto& when : cases) {
-    const auto ended = train(config, 3, when);
-    EXPECT_EQ(ended.dropped, (std::vector<int>{4, 4, 4}));
-    for (std::size_t rank = 0; rank < 3; ++rank) {
-      EXPECT_EQ(test::first_difference(ended.parameters[rank], whole.parameters[rank]), "");
+    for (const bool by_calls : {false, true}) {
+      const auto ended = train(config, 3, when, by_calls);
+      EXPECT_EQ(ended.dropped, (std::vector<int>{4, 4, 4}));
+      for (std::size_t rank = 0; rank < 3; ++rank) {
+        EXPECT_EQ(test::first_difference(ended.parameters[rank], whole.parameters[rank]), "");
+      }
     }
   }
 }
@@ -95,6 +110,7 @@ TEST(DroppedWindowOfOneRank, KeepsItsType) {
   model.bind(engine);
   EXPECT_THROW(engine.step(2, [](std::size_t) -> Loss { throw WindowDropped(); }), WindowDropped);
   EXPECT_EQ(engine.micro_batches(), 0);
+  EXPECT_THROW(engine.drop_window(), WindowDropped);
 }
 
 }  // namespace
