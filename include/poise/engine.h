@@ -216,6 +216,8 @@ class POISE_API Engine {
   // fp32 master of a parameter (the parameter itself where it is fp32), shaped like it, to be read.
   // All ranks; a copy where masters are sharded.
   at::Tensor master(const std::string& name) const;
+  // Replaces it, and the parameter's own value with it; the same on all ranks, between windows.
+  void set_master(const std::string& name, const at::Tensor& values);
 
   // Saves everything that the next updates depend on (masters, moments, buffers, counters, loss
   // scale, random generators) as a folder in `directory`, which all ranks see; returns its path.

@@ -2,11 +2,14 @@
 // stage, unit layout and precision without a conversion. docs/state_format.md says what is in one.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "poise/export.h"
@@ -66,5 +69,11 @@ POISE_API std::vector<std::string> differences(const std::string& save, const st
 // One plain safetensors file with the model's own names (ties under each), shapes and types. Holds
 // one parameter at a time.
 POISE_API void export_model(const std::string& save, const std::string& file);
+
+// The same in memory and in fp32: masters as they are, other floating tensors widened. A tie is one
+// tensor under each of its names.
+enum class Frozen { included, left_out };
+POISE_API std::vector<std::pair<std::string, at::Tensor>> read_model(
+    const std::string& save, Frozen frozen = Frozen::included);
 
 }  // namespace poise::state

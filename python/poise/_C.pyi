@@ -71,6 +71,7 @@ __all__: list[str] = [
     "plan_settings",
     "predict_runs",
     "ranks_from_environment",
+    "read_model",
     "recompute",
     "recomputed_units",
     "recomputing",
@@ -753,6 +754,7 @@ class Engine:
         eps: typing.SupportsFloat,
         momentum: typing.SupportsFloat,
     ) -> None: ...
+    def set_master(self, name: str, values: torch.Tensor) -> None: ...
     def set_moments(self, name: str, values: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def set_schedule(self, config: Config, from_update: typing.SupportsInt) -> None: ...
     def set_updates(self, updates: typing.SupportsInt) -> None: ...
@@ -920,6 +922,10 @@ def ranks_from_environment(
     All of them, those that this one shards with, and its equals in the other groups.
     """
 
+def read_model(save: str, frozen: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """
+    The model of a save by name, on the CPU and in fp32.
+    """
 
 def recompute(
     first: collections.abc.Callable,

@@ -270,6 +270,10 @@ class Engine:
         """The fp32 values of a parameter."""
         return self._engine.master(self._name_of(parameter))
 
+    def set_master(self, parameter: Parameter, values: torch.Tensor) -> None:
+        """Replaces them; all ranks, with the same values, between windows."""
+        self._engine.set_master(self._name_of(parameter), values)
+
     def refresh(self, parameter: Parameter) -> None:
         """Says that a parameter was edited through `.data`; other edits are noticed."""
         self._engine.refresh(self._name_of(parameter))

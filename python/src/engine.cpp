@@ -369,6 +369,7 @@ void bind_engine(py::module_& module) {
       .def("set_hyperparameters", &set_hyperparameters, py::arg("groups"), py::arg("beta1"),
            py::arg("beta2"), py::arg("eps"), py::arg("momentum"), NoGil())
       .def("moments", &Engine::moments, py::arg("name"), NoGil())
+      .def("set_master", &Engine::set_master, py::arg("name"), py::arg("values"), NoGil())
       .def("set_moments", &Engine::set_moments, py::arg("name"), py::arg("values"), NoGil())
       .def("set_updates", &Engine::set_updates, py::arg("updates"), NoGil())
       .def(

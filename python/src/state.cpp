@@ -36,6 +36,14 @@ void bind_state(py::module_& module) {
              "A line for each thing in which two saves differ.");
   module.def("export_save", &state::export_model, py::arg("save"), py::arg("file"), NoGil(),
              "The model of a save as one plain safetensors file.");
+  module.def(
+      "read_model",
+      [](const std::string& save, bool frozen) {
+        using state::Frozen;
+        return state::read_model(save, frozen ? Frozen::included : Frozen::left_out);
+      },
+      py::arg("save"), py::arg("frozen") = true, NoGil(),
+      "The model of a save by name, on the CPU and in fp32.");
 }
 
 }  // namespace poise::python

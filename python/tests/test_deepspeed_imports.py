@@ -28,7 +28,10 @@ NAMES = {
     ".ops.lamb": "FusedLamb",
     ".ops.lion": "FusedLion DeepSpeedCPULion",
     ".runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
-    ".utils": "logger log_dist RepeatingLoader",
+    ".utils": "logger log_dist RepeatingLoader safe_get_full_fp32_param safe_get_full_grad "
+    "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state",
+    ".utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict",
     ".zero": "Init GatheredParameters",
 }
 

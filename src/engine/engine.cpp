@@ -316,6 +316,19 @@ at::Tensor Engine::master(const std::string& name) const {
       [&] { return impl_->store.view_of(entry, impl_->store.whole_master(flat)); });
 }
 
+void Engine::set_master(const std::string& name, const at::Tensor& values) {
+  impl_->check_between_windows("set_master()");
+  const int entry = impl_->table.find(name);
+  const auto& sizes = impl_->store.parameters()[static_cast<std::size_t>(entry)].sizes();
+  if (values.sizes() != sizes) {
+    fail("engine", "set_master('", name, "') got a tensor of shape ", values.sizes(),
+         "; the parameter's is ", sizes);
+  }
+  memory::AccountScope scope(impl_->ledger, memory::Account::other);
+  impl_->saver.finish_reading();
+  impl_->store.write_master(entry, values);
+}
+
 // Not guarded: the ranks tell each other by notes how a save ends, and train on where it failed.
 std::string Engine::save(const std::string& directory, const state::SaveOptions& options) {
   return impl_->save(directory, options);

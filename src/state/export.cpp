@@ -76,17 +76,44 @@ std::vector<Source> sources_of(const Saved& saved) {
   return sources;
 }
 
-at::Tensor values_of(const Saved& saved, const Source& source) {
-  if (!source.parameter) return saved.whole(kBuffer, source.entry.name, 0);
-  const auto& parameter = *source.parameter;
+at::Tensor read(const Saved& saved, const SavedParameter& parameter, c10::ScalarType type) {
   std::vector<std::int64_t> by_rows(parameter.shape.size());
   for (std::size_t i = 0; i < by_rows.size(); ++i) by_rows[i] = static_cast<std::int64_t>(i);
-  auto values = at::empty({parameter.numel()}, source.entry.type);
+  auto values = at::empty({parameter.numel()}, type);
   saved.read(parameter.trainable ? kMaster : kValue, parameter, 0, by_rows, values);
   return values;
 }
 
+at::Tensor values_of(const Saved& saved, const Source& source) {
+  if (!source.parameter) return saved.whole(kBuffer, source.entry.name, 0);
+  return read(saved, *source.parameter, source.entry.type);
+}
+
+c10::ScalarType widened(c10::ScalarType type) {
+  return c10::isFloatingType(type) && c10::elementSize(type) < 4 ? at::kFloat : type;
+}
+
 }  // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> read_model(const std::string& save, Frozen frozen) {
+  at::NoGradGuard no_grad;
+  const Saved saved(save);
+  saved.verify();
+  std::vector<std::pair<std::string, at::Tensor>> model;
+  for (const auto& parameter : saved.manifest().parameters) {
+    if (!parameter.trainable && frozen == Frozen::left_out) continue;
+    const auto type = parameter.trainable ? at::kFloat : widened(dtype_of(parameter.dtype));
+    const auto values = read(saved, parameter, type).view(parameter.shape);
+    model.emplace_back(parameter.name, values);
+    for (const auto& alias : parameter.aliases) model.emplace_back(alias, values);
+  }
+  for (const auto& buffer : saved.manifest().buffers) {
+    const auto values = saved.whole(kBuffer, buffer.name, 0);
+    if (!values.defined()) fail("state", save, " is damaged: it has no '", buffer.name, "'");
+    model.emplace_back(buffer.name, values.view(buffer.shape).to(widened(dtype_of(buffer.dtype))));
+  }
+  return model;
+}
 
 void export_model(const std::string& save, const std::string& file) {
   at::NoGradGuard no_grad;

@@ -214,6 +214,31 @@ void FlatStore::write_gradient(int index, const at::Tensor& values) {
       .copy_(ordered.narrow(0, range.begin - entry.offset, range.size()));
 }
 
+void FlatStore::write_master(int index, const at::Tensor& values) {
+  at::NoGradGuard no_grad;
+  const auto& entry = table_.entries()[static_cast<std::size_t>(index)];
+  const auto& parameter = parameters_[static_cast<std::size_t>(index)];
+  auto& tensors = flat(entry.flat);
+  const Range whole{entry.offset, entry.offset + entry.numel};
+  // In the order of the parameter's memory, which need not be that of its indices.
+  const auto ordered =
+      at::empty({entry.numel}, at::TensorOptions(at::kFloat).device(tensors.values.device()));
+  ordered.as_strided(parameter.sizes(), parameter.strides()).copy_(values);
+  const auto write = [&](offload::Span& span, const Range& kept) {
+    const auto range = overlap(whole, kept);
+    if (range.size() == 0) return;
+    span.write(range.begin - kept.begin,
+               ordered.narrow(0, range.begin - entry.offset, range.size()));
+  };
+  if (tensors.own_master) write(*tensors.master, shards_.optimized(entry.flat));
+  if (tensors.shard) {
+    write(*tensors.shard, shards_.mine(entry.flat));
+  } else {
+    tensors.values.narrow(0, entry.offset, entry.numel).copy_(ordered);
+    versions_[static_cast<std::size_t>(index)] = parameter._version();
+  }
+}
+
 at::Tensor FlatStore::gathered(const at::Tensor& mine, int index, const char* what) {
   auto whole = at::empty({shards_.whole(index)}, mine.options());
   ranks_.shard->all_gather(whole, mine, join(what, " of ", label(index))).wait();

@@ -88,6 +88,10 @@ class FlatStore {
   // The entry's sum becomes `values` (shaped like the parameter), as far as it is kept here.
   void write_gradient(int entry, const at::Tensor& values);
 
+  // The entry's value becomes `values` (shaped like the parameter), and its master, as far as they
+  // are kept here.
+  void write_master(int entry, const at::Tensor& values);
+
   bool has_edits() const;  // that notice_edits() would take over
   // Parameters that were edited in place since the last call (their version moved) refresh their
   // masters. Throws Error where one no longer lives in its flat, or has a hook or a requires_grad

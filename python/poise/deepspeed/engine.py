@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,29 @@ from poise.wrapped_model import WrappedModel
 logger = logging.getLogger("poise")
 
 CLIENT = "deepspeed.client_state"  # of a save's texts
+
+_STAGES = (
+    "there are no pipeline stages; call the engine, backward() and step() for each micro-batch"
+)
+_ABSENT = {
+    "train_batch": _STAGES,
+    "eval_batch": f"{_STAGES}; engine.eval() and a call under torch.no_grad() evaluate",
+    "is_first_stage": _STAGES,
+    "is_last_stage": _STAGES,
+    "monitor": "engine.last_result has the figures of every update",
+    "flops_profiler": "poise bench and poise plan measure",
+}
+_faces: weakref.WeakKeyDictionary[Engine, weakref.ref[DeepSpeedEngine]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def of(engine: Engine) -> DeepSpeedEngine:
+    """The one that initialize() made over it."""
+    face = _faces[engine]() if engine in _faces else None
+    if face is None:
+        raise Error("[deepspeed] the parameter's engine is none of deepspeed.initialize()")
+    return face
 
 
 class DeepSpeedEngine(WrappedModel):
@@ -53,8 +77,33 @@ class DeepSpeedEngine(WrappedModel):
         self._before_backward = True
         self._boundary: bool | None = None
         self._open = True  # False inside no_sync()
+        self._returned: torch.Tensor | None = (
+            None  # the loss of the last forward, up to its backward
+        )
+        self._has_sums = False  # of the window, which holds all its micro-batches
+        _faces[engine] = weakref.ref(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            raise AttributeError(f"the engine of poise.deepspeed has no {name}: {_ABSENT[name]}")
+        return super().__getattr__(name)
 
     # One micro-batch.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs. A loss among them (the outputs themselves, `.loss`, or the first one of
+        several) may say loss.backward() for engine.backward(loss)."""
+        self._returned = None  # its graph, if nobody else has it
+        outputs = super().__call__(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._returned = _loss_of(outputs)
+            if self._returned is not None:
+                self._returned.backward = _Backward(self, self._returned)
+        return outputs
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is, for engine.scale(loss).backward(): backward scales it."""
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
@@ -80,6 +129,7 @@ class DeepSpeedEngine(WrappedModel):
                 f"[deepspeed] backward(scale_wrt_gas=False) with {self.engine.accumulation} micro-batches: "
                 "the mean over the window is poise's to make; give the micro-batch's own mean"
             )
+        self._returned = None
         super().backward(loss, tokens)
         self._before_backward = False
         return loss
@@ -100,11 +150,12 @@ class DeepSpeedEngine(WrappedModel):
                 "[deepspeed] step() without a backward() since the last step(); the window holds "
                 f"{self.engine.micro_batches} of {self.engine.accumulation} micro-batches: leave step() out "
                 "for a micro-batch that failed, close the window with step(last=True), or write "
-                "engine.backward(loss) where the script has loss.backward()"
+                "engine.backward(loss) where the script calls backward() of a loss that the engine did "
+                "not return"
             )
         self._syncs = last or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        self._before_backward = True
+        self._before_backward, self._has_sums = True, False
         if not self._syncs:
             return None
         result = super().step()
@@ -137,6 +188,23 @@ class DeepSpeedEngine(WrappedModel):
     def zero_grad(self) -> None:
         """Nothing: gradients are the engine's, and zero after each update. An open window goes on, so
         that a loop may call it at each micro-batch; engine.discard_window() drops one."""
+
+    def window_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The window's mean gradient, after the backward() of its last micro-batch and before step(),
+        which takes what is written into it; all ranks."""
+        if self._before_backward or not self.is_gradient_accumulation_boundary():
+            raise Error(
+                "[deepspeed] a gradient is there between the backward() of a window's last micro-batch "
+                f"and step(); this window holds {self.engine.micro_batches} of "
+                f"{self.engine.accumulation} micro-batches"
+            )
+        if not self._has_sums:
+            self.engine.begin_update()
+            self._has_sums = True
+        return self.engine.gradient(parameter)
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: no parameter is kept whole between windows."""
 
     def allreduce_gradients(self, bucket_size: Any = None) -> None:
         """Nothing: gradients are joined as they come and when the window closes."""
@@ -352,3 +420,37 @@ class DeepSpeedEngine(WrappedModel):
                     f"loss={result.loss:.6g}, grad_norm={result.grad_norm:.6g}",
                     file=sys.stderr,
                 )
+
+
+def _loss_of(outputs: Any) -> torch.Tensor | None:
+    """A scalar to be trained on: the outputs themselves, their loss, or the first of several."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        outputs = outputs[0] if outputs else None
+    elif not isinstance(outputs, torch.Tensor):
+        outputs = getattr(outputs, "loss", None)
+    is_loss = isinstance(outputs, torch.Tensor) and outputs.numel() == 1
+    return outputs if is_loss and outputs.requires_grad else None
+
+
+class _Backward:
+    """backward() of a loss. It does not hold the loss, whose graph would else wait for the collector; the
+    engine does, for engine(...).backward()."""
+
+    def __init__(self, engine: DeepSpeedEngine, loss: torch.Tensor) -> None:
+        self._engine, self._loss = engine, weakref.ref(loss)
+
+    def __call__(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if gradient is not None or create_graph or inputs is not None:
+            raise Error(
+                "[deepspeed] loss.backward() with gradient, create_graph or inputs: a micro-batch's loss "
+                "has one plain backward; multiply the loss, and give it to engine.backward(loss)"
+            )
+        self._engine.backward(self._loss(), retain_graph=bool(retain_graph))

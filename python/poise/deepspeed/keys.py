@@ -369,7 +369,7 @@ _HEAD = """\
 poise.deepspeed.X import Y`: `deepspeed.initialize(...)` and the engine it returns take the calls that scripts make,
 and read their JSON (comments, `"auto"` and older names too). Of its modules there are `accelerator`, `checkpointing`,
 `comm` (with all of torch.distributed), `ops.adam`, `ops.lamb`, `ops.lion`, `runtime.lr_schedules`, `utils` (logger,
-log_dist, RepeatingLoader) and `zero`; `import poise as deepspeed` gives `accelerator`, `comm`, `ops` and `zero`. This
+log_dist, RepeatingLoader, safe_get_full_...), `utils.zero_to_fp32` and `zero`; `import poise as deepspeed` gives `accelerator`, `comm`, `ops` and `zero`. This
 page is made from the table that the reader goes by: `python -m poise.reference deepspeed > docs/deepspeed.md`; a test
 compares the two.
 
@@ -414,9 +414,15 @@ Six things are other than in DeepSpeed, on purpose; the first five were seen wit
 - A micro-batch weighs as many tokens (or samples) as its loss counts, where labels tell; not each the same. Gradients
   are summed in fp32.
 
-What scripts use and this face does not have: `loss.backward()` in place of `engine.backward(loss)` (an error that says
-so), `client_state` that is not JSON, `optimizer.cur_scale` (the engine has it), `utils.zero_to_fp32`,
-`utils.safe_get_full_*`, pipelines, experts, tensor parallelism, inference.
+`loss.backward()` of the loss that the engine returned (the output itself, its `.loss`, or the first of several) is
+`engine.backward(loss)`. Of a loss that a script computes from the outputs it is not: `step()` then raises an error
+that says to write `engine.backward(loss)`. `utils.safe_get_full_fp32_param`, `safe_get_full_grad`,
+`safe_get_full_optimizer_state` and their `safe_set_full_...` are the same at every stage, offloaded or not; all ranks
+call, and a gradient is there after the `backward()` of a window's last micro-batch. `utils.zero_to_fp32` reads poise's
+saves, not DeepSpeed's, and writes one file.
+
+What scripts use and this face does not have: `client_state` that is not JSON, `optimizer.cur_scale` (the engine has
+it), `utils.safe_get_local_*`, `monitor`, pipelines, experts, tensor parallelism, inference.
 
 A key that is not in the table is an error that names the nearest one. "auto" is what a Trainer fills in
 (`TrainingArguments(deepspeed="ds.json")`); in `initialize` it stands for "not given".

@@ -1,4 +1,5 @@
-"""What scripts import from `deepspeed.utils`: a logger, and a loader that begins again at its end."""
+"""What scripts import from `deepspeed.utils`: a logger, a loader that begins again at its end, whole
+values of sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +9,26 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from poise import comm
+from poise.deepspeed.utils.whole_values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
-__all__ = ["RepeatingLoader", "log_dist", "logger"]
+__all__ = [
+    "RepeatingLoader",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+]
 
 
 def _made() -> logging.Logger:
@@ -50,3 +69,10 @@ class RepeatingLoader:
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def __getattr__(name: str) -> Any:
+    why = "; docs/deepspeed.md says what there is"
+    if name.startswith("safe_") and "_local_" in name:
+        why = f": shards are cut poise's own way; {name.replace('_local_', '_full_')} has the whole"
+    raise AttributeError(f"poise.deepspeed.utils has no {name}{why}")

@@ -1,0 +1,153 @@
+"""One rank of test_deepspeed_values.py: `deepspeed_on_ranks.py CASE FOLDER`, started by rank_processes."""
+
+from __future__ import annotations
+
+import sys
+
+import poise
+import poise.deepspeed as deepspeed
+import rank_processes
+import torch
+import torch.nn.functional as F
+from poise.deepspeed import utils
+from test_deepspeed import WithLoss, config, in_pieces
+from test_wrap import network, rows
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
+SIZE = 4  # of a micro-batch; two on each rank make a window
+
+
+def engine_of_stage(stage, **more):
+    settings = config(
+        train_micro_batch_size_per_gpu=SIZE,
+        gradient_accumulation_steps=2,
+        optimizer=ADAM,
+        zero_optimization={"stage": stage},
+        **more,
+    )
+    engine, *_ = deepspeed.initialize(model=WithLoss(), config=settings)
+    return engine
+
+
+def share(engine, update=0):
+    """This rank's micro-batches of an update."""
+    window = 2 * SIZE * engine.world_size
+    pieces = in_pieces(rows(2 * window), SIZE)
+    first = update * window // SIZE
+    return pieces[first : first + window // SIZE][engine.global_rank :: engine.world_size]
+
+
+def reference(updates, size, change=None):
+    """The same in float64 by torch: the model, its optimizer, the last gradients."""
+    model = network(dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
+    window = 2 * SIZE * size
+    for update in range(updates):
+        x, y = rows(2 * window)[update * window : (update + 1) * window]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+        if change is not None:
+            change(model, optimizer)
+            change = None
+    return model, optimizer
+
+
+def far(a, b):
+    """Largest difference, relative to the largest number."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def half_and_third(model, optimizer):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+            optimizer.state[parameter]["exp_avg"].div_(3)
+
+
+def values(stage):
+    """How far each of the functions is from torch in float64."""
+    engine = engine_of_stage(stage)
+    size, found = engine.world_size, {}
+    for number, (x, y) in enumerate(share(engine)):
+        if number == 1:
+            try:
+                utils.safe_get_full_grad(engine.module.body[0].weight)
+            except poise.Error as error:
+                found["early"] = str(error)
+        engine(x, labels=y).backward()
+        if number == 1:
+            grads = [utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+        engine.step()
+    model, optimizer = reference(1, size)
+    trained = list(zip(engine.module.parameters(), model.parameters(), grads, strict=True))
+    found["grad"] = max(far(g, q.grad) for _, q, g in trained)
+    found["value"] = max(far(utils.safe_get_full_fp32_param(p), q) for p, q, _ in trained)
+    for key in ("exp_avg", "exp_avg_sq"):
+        moments = (
+            (utils.safe_get_full_optimizer_state(p, key), optimizer.state[q]) for p, q, _ in trained
+        )
+        found[key] = max(far(moment, state[key]) for moment, state in moments)
+    for p, _, _ in trained:
+        utils.safe_set_full_fp32_param(p, utils.safe_get_full_fp32_param(p) * 0.5)
+        third = utils.safe_get_full_optimizer_state(p, "exp_avg") / 3
+        utils.safe_set_full_optimizer_state(p, third, "exp_avg")
+    for x, y in share(engine, 1):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    model, _ = reference(2, size, half_and_third)
+    state = {n: v.double() for n, v in engine.module_state_dict().items()}
+    found["after"] = max(far(state[f"body.{n}"], v) for n, v in model.state_dict().items())
+    return found
+
+
+def written_gradients(stage):
+    """What is written into a gradient is what the update takes: zeros leave Adam at its start."""
+    engine = engine_of_stage(stage)
+    before = engine.module_state_dict()
+    for x, y in share(engine):
+        engine.backward(engine(x, labels=y))
+        if engine.is_gradient_accumulation_boundary():
+            for p in engine.module.parameters():
+                utils.safe_set_full_grad(p, torch.zeros_like(utils.safe_get_full_grad(p)))
+        engine.step()
+    after = engine.module_state_dict()
+    return all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def plain_backward(stage):
+    """A loss of the script's own making does not reach the engine: step() says what to write."""
+    engine = engine_of_stage(stage)
+    [(x, y), _] = share(engine)
+    (engine(x, labels=y) * 1).backward()
+    try:
+        engine.step()
+    except poise.Error as error:
+        return str(error)
+    return "no error"
+
+
+def all_stages(folder):
+    return {
+        "values": [values(stage) for stage in range(4)],
+        "written": [written_gradients(stage) for stage in range(4)],
+        "plain": [plain_backward(stage) for stage in range(4)],
+        "saved": saved(folder),
+    }
+
+
+def saved(folder):
+    engine = engine_of_stage(3, bf16={"enabled": True})
+    for x, y in share(engine):
+        engine.backward(engine(x, labels=y))
+        engine.step()
+    engine.save_checkpoint(folder / "save")
+    named = engine.module.named_parameters()
+    return {n: utils.safe_get_full_fp32_param(p).tolist() for n, p in named}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.argv[1:] = sys.argv[1:3]
+    rank_processes.main({"all_stages": all_stages})
