@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from poise import model_view
+from poise import model_view, wrong_batch
 from poise._C import Error
 from poise.checkpointing import chunked_cross_entropy
 from poise.evaluation import eval_mode
@@ -48,15 +48,14 @@ class ChunkedHead:
         self._checked = False
 
     def __call__(self, batch: Any) -> Loss:
-        if not self._checked:
-            self._check(batch)
-            self._checked = True
-        return self._loss(batch, scale=1.0)
+        with wrong_batch.explained(self._model, batch, self._call.label_names):
+            if not self._checked:
+                self._check(batch)
+                self._checked = True
+            return self._loss(batch, scale=1.0)
 
     def _loss(self, batch: Any, scale: float) -> Loss:
-        labels = counted_in(batch, self._call.label_names)
-        if labels is None or labels.is_floating_point():
-            _refuse("the batch has no labels that name classes")
+        labels = _classes_in(batch, self._call.label_names)
         hidden = self._hidden(batch)
         if self._call.shift_labels and labels.dim() > 1:
             hidden, labels = hidden[:, :-1], labels[:, 1:]
@@ -158,9 +157,7 @@ def _mean(loss: Loss) -> float:
 
 def _part_of(batch: Any, label_names: Sequence[str]) -> Any:
     """A few rows, and of sequences a few tokens, all of them labelled but the last masked ones."""
-    labels = counted_in(batch, label_names)
-    if labels is None or labels.is_floating_point():
-        _refuse("the batch has no labels that name classes")
+    labels = _classes_in(batch, label_names)
     tensors = [v for v in _values(batch) if isinstance(v, torch.Tensor) and v.dim() > 0]
     rows, sequences = len(labels), labels.dim() == 2
     length = labels.shape[1] if sequences else 0
@@ -187,6 +184,14 @@ def _part_of(batch: Any, label_names: Sequence[str]) -> Any:
     if isinstance(batch, Mapping):
         return {name: part_of(value) for name, value in batch.items()}
     return type(batch)(part_of(value) for value in batch)
+
+
+def _classes_in(batch: Any, label_names: Sequence[str]) -> torch.Tensor:
+    labels = counted_in(batch, label_names)
+    if labels is None or labels.is_floating_point():
+        they_are = "" if labels is None else f": they are {labels.dtype}"
+        _refuse(f"the batch has no labels that name classes{they_are}")
+    return labels
 
 
 def _values(batch: Any) -> Any:

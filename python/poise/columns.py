@@ -47,6 +47,12 @@ def _names(model: nn.Module) -> frozenset[str] | None:
     return frozenset(named) if named else None
 
 
+_KNOWN = ("input_ids", "attention_mask", "token_type_ids")  # to a tokenizer's pad()
+_PADS = (
+    "which make no tensor; give processing_class (a tokenizer) or data_collator, which pads them"
+)
+
+
 class WithoutUnused:
     """Drops the keys of dictionaries that forward does not take, then makes the batch."""
 
@@ -78,10 +84,10 @@ class Stacked:
 
     def __call__(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], Mapping):
-            return default_collate(samples)
+            return _collated(samples)
         batch = {}
         for name in samples[0]:
-            values = [sample[name] for sample in samples]
+            values = [_value(sample, name, samples[0]) for sample in samples]
             batch[self._called(name)] = _stacked(name, values)
         return batch
 
@@ -98,8 +104,24 @@ class Padded:
 
     def __call__(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], Mapping):
-            return default_collate(samples)
-        batch = dict(self._pads.pad([dict(sample) for sample in samples], return_tensors="pt"))
+            return _collated(samples)
+        rows = [dict(sample) for sample in samples]
+        try:
+            batch = dict(self._pads.pad(rows, return_tensors="pt"))
+        except ValueError as error:
+            # pad() knows the columns of the tokenizer, and no others.
+            names = [
+                n for n in rows[0] if n not in getattr(self._pads, "model_input_names", _KNOWN)
+            ]
+            ragged = next((name for name in names if _lengths_of(rows, name)), None)
+            if ragged is None:
+                raise
+            raise Error(
+                f"[trainer] '{ragged}' has samples of {_lengths_of(rows, ragged)}, which the "
+                f"{type(self._pads).__name__} does not pad; give data_collator one that does (of "
+                "transformers DataCollatorForSeq2Seq pads labels, DataCollatorForLanguageModeling "
+                "makes them), or drop the column"
+            ) from error
         for name in ("label", "label_ids"):
             if name in batch:
                 batch["labels"] = batch.pop(name)
@@ -109,17 +131,56 @@ class Padded:
 def _stacked(name: str, values: list[Any]) -> Any:
     first = values[0]
     if not isinstance(first, (list, tuple, float)):
-        return default_collate(values)
+        return _collated(values, f"'{name}' has samples")
     try:
         return torch.tensor(values)
     except (TypeError, ValueError):
         if not isinstance(first, (list, tuple)) or not first or not _is_number(first[0]):
-            return default_collate(values)
+            return _collated(values, f"'{name}' has samples")
         lengths = sorted({len(value) for value in values})
         raise Error(
-            f"[trainer] '{name}' has samples of {lengths[0]} and of {lengths[-1]} numbers, which "
-            "make no tensor; give processing_class (a tokenizer) or data_collator, which pads them"
+            f"[trainer] '{name}' has samples of {lengths[0]} and of {lengths[-1]} numbers, {_PADS}"
         ) from None
+
+
+def _collated(values: list[Any], what: str = "there are samples") -> Any:
+    """Torch's default_collate; what makes no tensor together is said."""
+    try:
+        return default_collate(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if unlike := _unlike(values):
+            raise Error(f"[trainer] {what} of {unlike}, {_PADS}") from error
+        raise
+
+
+def _unlike(values: list[Any]) -> str:
+    """Two shapes or kinds among them that are not the same; of tuples, of their first such entry."""
+    if all(isinstance(value, (tuple, list)) for value in values):
+        return next(
+            (text for entries in zip(*values, strict=False) if (text := _unlike(list(entries)))), ""
+        )
+    described = list(dict.fromkeys(map(_described, values)))
+    return " and of ".join(described[:2]) if len(described) > 1 else ""
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+
+
+def _value(sample: Mapping, name: str, first: Mapping) -> Any:
+    if name not in sample:
+        raise Error(
+            f"[trainer] a sample has {', '.join(map(str, sample)) or 'nothing'}, and another of its "
+            f"batch {', '.join(map(str, first))}; give all samples the same keys, or data_collator"
+        )
+    return sample[name]
+
+
+def _lengths_of(rows: list[dict[str, Any]], name: str) -> str:
+    """ "5 and of 7 numbers" where a column's lists differ in length; else empty."""
+    lengths = {len(row[name]) for row in rows if hasattr(row.get(name), "__len__")}
+    return f"{min(lengths)} and of {max(lengths)} numbers" if len(lengths) > 1 else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -25,10 +25,12 @@ from poise import (
     model_view,
     optimizer_state,
     whole_state,
+    wrong_batch,
 )
 from poise._C import Error, LoadedState, Rehearsal, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
+from poise.model_call import call_model
 
 LossFn = Callable[[Any], Any]
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -530,11 +532,8 @@ class Engine:
         )
 
     def _call_model(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self.model(**batch)
-        if isinstance(batch, (tuple, list)):
-            return self.model(*batch)
-        return self.model(batch)
+        with wrong_batch.explained(self.model, batch, room="engine"):
+            return call_model(self.model, batch)
 
     def shards_parameters(self) -> bool:
         """Or they are offloaded: blocks run as units either way."""

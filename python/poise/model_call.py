@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poise import wrong_batch
 from poise._C import Error
 from poise.data import count_targets
 from poise.labels import counted_in, labels_in, names_of, without_labels
@@ -88,14 +89,6 @@ class ModelCall:
             return _samples(batch)
         return count_targets(labels, shifted=self.shift_labels and labels.dim() > 1)
 
-    def _call(self, batch: Any) -> Any:
-        try:
-            return call_model(self._model, batch)
-        except IndexError as error:
-            if reason := _out_of_range(self._model, batch, self.label_names):
-                raise Error(f"[trainer] {reason}") from error
-            raise
-
     def _weighed(self, loss: Loss, outputs: Any, batch: Any) -> Loss:
         loss = self._counted(loss, batch)
         return loss if self._parts is None else self._parts.split(loss, outputs, batch)
@@ -108,8 +101,12 @@ class ModelCall:
 
     def loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
         """The loss, and all that the model returned."""
+        with wrong_batch.explained(self._model, batch, self.label_names):
+            return self._loss_and_outputs(batch)
+
+    def _loss_and_outputs(self, batch: Any) -> tuple[Loss, Any]:
         if self._compute_loss is None:
-            outputs = self._call(batch)
+            outputs = call_model(self._model, batch)
             if labels_in(batch, self.label_names) is None and _has_no_loss(outputs):
                 raise Error(
                     f"[trainer] the batch has {_keys(batch)} but no labels, and the model returned "
@@ -146,29 +143,6 @@ def _loss_in(outputs: Any) -> Loss:
             "return the loss from forward, or give compute_loss_func"
         )
     return as_loss(outputs)
-
-
-def _out_of_range(model: nn.Module, batch: Any, names: Sequence[str]) -> str:
-    """Which of a batch's numbers a model of transformers has no class or word for; empty: none."""
-    config, ids = getattr(getattr(model, "_orig_mod", model), "config", None), {}
-    words = getattr(config, "vocab_size", None)
-    if isinstance(batch, Mapping):
-        ids["input_ids"] = (batch.get("input_ids"), words)
-    labels = counted_in(batch, names)
-    # One label a sample is a class, one a token is a word or a class of words.
-    classes = getattr(config, "num_labels", None)
-    is_class = labels is not None and (labels.dim() == 1 or not words)
-    ids["labels"] = (labels, classes if is_class else words)
-    for name, (values, count) in ids.items():
-        if not isinstance(values, torch.Tensor) or values.is_floating_point() or not count:
-            continue
-        wrong = values[(values >= count) | ((values < 0) & (values != -100))]
-        if wrong.numel() > 0:
-            return (
-                f"{name} have {int(wrong[0])}, and the model knows 0 to {count - 1}"
-                f"{' (-100: not counted)' if name == 'labels' else ''}"
-            )
-    return ""
 
 
 def _has_no_loss(outputs: Any) -> bool:

@@ -27,6 +27,7 @@ from poise import (
     trainer_balance,
     trainer_data,
     utilization,
+    wrong_batch,
 )
 from poise._C import Error, StepResult, WindowDropped
 from poise.accelerator_view import AcceleratorView
@@ -187,6 +188,7 @@ class Trainer(TrainerEvaluation):
         seed_everything(args.seed + self._group.rank)  # dropout differs from rank to rank
         with contextlib.ExitStack() as stack:
             stack.enter_context(ranks.told_to_others(self._group))
+            stack.enter_context(wrong_batch.asserts_explained())
             stack.enter_context(ranks.only_first_logs(self._group))
             stack.enter_context(model_choice.without_cache(self.model))
             found = self._find_balance(run.updates) if args.balance_is_open else None

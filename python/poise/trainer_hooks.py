@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from poise import trackers, trainer_data, trainer_optimizer
+from poise import trackers, trainer_data, trainer_optimizer, wrong_batch
 from poise._C import Error
 from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
@@ -210,7 +210,9 @@ class TrainerHooks:
     def _given_loss(self, batch: Any) -> Loss:
         """The loss of a subclass's compute_loss, with the number of labels that counted."""
         count = self._call.count(batch)
-        return _counted(self.compute_loss(self.model, batch, **self._items(count)), count)
+        with wrong_batch.explained(self.model, batch, self.label_names):
+            loss = self.compute_loss(self.model, batch, **self._items(count))
+        return _counted(loss, count)
 
     def _given_outputs(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
         """The same with outputs and labels, as model_call.ModelCall.predict."""
@@ -218,9 +220,10 @@ class TrainerHooks:
         if labels is None and not with_loss:
             return self._call.predict(batch)
         count = self._call.count(batch)
-        loss, outputs = self.compute_loss(
-            self.model, batch, return_outputs=True, **self._items(count)
-        )
+        with wrong_batch.explained(self.model, batch, self.label_names):
+            loss, outputs = self.compute_loss(
+                self.model, batch, return_outputs=True, **self._items(count)
+            )
         if isinstance(outputs, (tuple, list)):
             outputs = outputs[1:]
         return _counted(loss, count), outputs, labels

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poise import loop_state
+from poise import loop_state, wrong_batch
 from poise._batch import cast_inputs, count_targets
 from poise._C import Error, StepResult
 from poise.config import settings_of
@@ -55,7 +55,8 @@ class WrappedModel:
         self._widens = settings_of(engine.config)["precision"]["dtype"] != "fp32"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self.engine(*args, **kwargs)
+        with wrong_batch.explained(self.module, kwargs, room="loop"):
+            outputs = self.engine(*args, **kwargs)
         if torch.is_grad_enabled() and labels_in(kwargs) is not None:
             self._forward_count = self._counts.count(kwargs)
         # A loss outside of the forward would else be computed in 16 bits.
