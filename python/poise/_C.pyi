@@ -57,6 +57,7 @@ __all__: list[str] = [
     "format_bytes",
     "from_environment",
     "from_process_group",
+    "gpu_reserve",
     "known_devices",
     "list_saves",
     "log_write",
@@ -844,6 +845,11 @@ def from_process_group(
 ) -> Group:
     """
     Around a process group of torch.distributed.
+    """
+
+def gpu_reserve(memory: typing.SupportsInt) -> int:
+    """
+    Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks that the allocator cannot join.
     """
 
 def known_devices() -> list:

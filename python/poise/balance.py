@@ -113,15 +113,38 @@ def find(
     """
     before = engine.checkpointing
     sizes = sorted(micro_batches or _divisors(samples))
+    room = _Room.of(engine, budget)
     try:
-        fits = _fits(engine, batch_of, loss_fn, sizes, recompute, budget)
+        fits = _fits(engine, batch_of, loss_fn, sizes, recompute, room.left)
         candidates = _candidates(fits, sizes, samples, len(engine.blocks))
         if not candidates:
-            raise _no_candidate(engine, sizes[0], budget)
-        return _choose(engine, candidates, fits, budget, batch_of, loss_fn)
+            raise _no_candidate(engine, sizes[0], room)
+        return _choose(engine, candidates, fits, room, batch_of, loss_fn)
     except BaseException:
         engine.set_checkpointing(before)
         raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """A budget, and what others hold of it on the GPU of the rank where it is most."""
+
+    budget: int
+    others: int
+
+    @classmethod
+    def of(cls, engine: Engine, budget: int) -> _Room:
+        return cls(budget, int(_agreed(engine.group, [float(trace.held_besides(engine))])[0]))
+
+    @property
+    def left(self) -> int:
+        return max(0, self.budget - self.others)
+
+    def __str__(self) -> str:
+        given = f"{format_bytes(self.budget)} that were given"
+        if self.others == 0:
+            return given
+        return f"{given}, of which what is not the engine's holds {format_bytes(self.others)}"
 
 
 def predict(
@@ -320,7 +343,7 @@ def _choose(
     engine: Engine,
     candidates: list[Candidate],
     fits: list[_Fit | None],
-    budget: int,
+    room: _Room,
     batch_of: Callable[[int], Any],
     loss_fn: Callable[[Any], Any],
 ) -> Balance:
@@ -331,9 +354,9 @@ def _choose(
     by_time = sorted(candidates, key=lambda c: (c.seconds, c.peak))
     held = next((fit.held for fit in fits if fit is not None), {})
     several = len(fits) > 1
-    chosen = _fastest(engine, by_time, budget, batch_of, loss_fn, several=several)
+    chosen = _fastest(engine, by_time, room.left, batch_of, loss_fn, several=several)
     if chosen is None:
-        raise _nothing(candidates, budget)
+        raise _nothing(candidates, room)
     candidate, measured = chosen
     engine.set_checkpointing(candidate.checkpointing if several else engine.checkpointing)
     rest = candidate.peak - sum(held.values())
@@ -398,9 +421,9 @@ def _run(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> tuple[int
             runs.append(trace.measure(engine, batch, loss_fn))
     except torch.OutOfMemoryError:
         return None
-    before, after = runs[0].held, engine.memory()["current"]
-    kept = {name: int(after[name]) - count for name, count in before.items()}
-    kept = {name: count for name, count in kept.items() if count > 0}
+    first, second, last = runs[0].held, runs[1].held, engine.memory()["current"]
+    # In both windows: a library's workspace comes once, and a GPU may give a block back late.
+    kept = {k: int(last[k]) - was for k, was in first.items() if was < second[k] < last[k]}
     if kept:
         logger.warning(
             "[plan] %s stayed held after two windows that were dropped (%s): something keeps tensors "
@@ -421,20 +444,20 @@ def _front(by_time: list[Candidate]) -> list[Candidate]:
     return front
 
 
-def _no_candidate(engine: Engine, size: int, budget: int) -> NothingFits:
+def _no_candidate(engine: Engine, size: int, room: _Room) -> NothingFits:
     blocks = " with every block recomputed" if engine.blocks else ""
     return NothingFits(
-        f"[plan] a micro-batch of {size}{blocks} ran out of the {format_bytes(budget)} that were given; "
+        f"[plan] a micro-batch of {size}{blocks} ran out of the {room}; "
         "raise memory_budget, shorten the samples, or shard over more ranks",
         None,
     )
 
 
-def _nothing(candidates: list[Candidate], budget: int) -> NothingFits:
+def _nothing(candidates: list[Candidate], room: _Room) -> NothingFits:
     smallest = min(candidates, key=lambda c: c.peak)
-    tried = ", but ran out of memory when it was tried" if smallest.peak <= budget else ""
+    tried = ", but ran out of memory when it was tried" if smallest.peak <= room.left else ""
     return NothingFits(
-        f"[plan] no balance fits the {format_bytes(budget)} that were given: micro-batches of "
+        f"[plan] no balance fits the {room}: micro-batches of "
         f"{smallest.micro_batch} with {smallest.recomputed} blocks recomputed take least, "
         f"{format_bytes(smallest.peak)}{tried}; raise memory_budget beyond that, shorten the samples, "
         "or shard over more ranks",

@@ -66,6 +66,15 @@ def measure(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
     return _run(engine, [], batch, loss_fn)
 
 
+def held_besides(engine: Engine) -> int:
+    """Bytes on a GPU that the engine's ledger does not count and its budget does, being the process's:
+    another model, data. 0 on the CPU, where the budget is the ledger's."""
+    device = model_view.device_of(engine.model)
+    if device.type != "cuda":
+        return 0
+    return max(0, torch.cuda.memory_allocated(device) - int(engine.memory()["current_bytes"]))
+
+
 @contextlib.contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Random states and buffers are at the end what they were at the beginning."""
@@ -106,25 +115,20 @@ def _run(
 
 
 class _Meter:
-    """Bytes held and their peak: the engine's ledger, on a GPU torch's allocator."""
+    """Bytes that the engine's ledger counts, and their peak."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
-        self._engine, self._gpu = engine, device if device.type == "cuda" else None
+        self._engine, self._device = engine, device
 
     def read(self) -> tuple[int, int]:
         """(held now, peak since the last read)."""
-        if self._gpu is not None:
-            now = torch.cuda.memory_allocated(self._gpu)
-            peak = torch.cuda.max_memory_allocated(self._gpu)
-            torch.cuda.reset_peak_memory_stats(self._gpu)
-            return now, peak
         memory = self._engine.memory()
         self._engine.restart_peak()
         return memory["current_bytes"], memory["peak_bytes"]
 
     def clock(self) -> float:
-        if self._gpu is not None:
-            torch.cuda.synchronize(self._gpu)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 

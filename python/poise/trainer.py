@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from poise import (
+    automatic_budget,
     banner,
     callbacks,
     columns,
@@ -130,6 +131,7 @@ class Trainer(TrainerEvaluation):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = tuple(optimizers)
         self._group = ranks.join(self.args.device, self.args.ddp_backend, self.args.ddp_timeout)
+        self.args = automatic_budget.settled(self.args, self._group)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset

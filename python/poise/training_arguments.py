@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from poise import arguments, choices, placement, ranks, schedule_arguments
+from poise import arguments, automatic_budget, choices, placement, ranks, schedule_arguments
 from poise._C import Error
 from poise.deepspeed import of_trainer
 from poise.placement import Placement
@@ -81,7 +81,7 @@ class _Arguments:
     on_nonfinite: str = "stop"  # or "skip": a non-finite loss (or gradient, outside fp16)
 
     # Memory.
-    memory_budget: int | str | None = None  # bytes, or "20GiB"; "auto": what the GPU has free
+    memory_budget: int | str | None = None  # bytes, or "20GiB"; "auto": what the GPUs have free
     on_misfit: str = "refuse"  # or "warn": begin although no balance was found that fits
     separable_loss: bool | None = None  # the loss is a mean over tokens or samples by themselves
     loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all of them
@@ -161,7 +161,7 @@ class TrainingArguments(_Arguments):
         self._given = frozenset(ours)
         self._take_fsdp()
         if self.memory_budget == "auto":
-            self.memory_budget = _free_memory(self.device)
+            automatic_budget.check(self.device)
         if self.balance_is_open:
             self.per_device_train_batch_size = 1  # until the Trainer has found it
         self._check()
@@ -515,13 +515,3 @@ class TrainingArguments(_Arguments):
 
 def _names() -> list[str]:
     return [field.name for field in dataclasses.fields(_Arguments)]
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        raise Error(
-            "[trainer] memory_budget is auto, but this run is on the CPU, whose memory others share; "
-            'give bytes, or a text such as "8GiB"'
-        )
-    free, _ = torch.cuda.mem_get_info(device)
-    return free

@@ -274,6 +274,13 @@ void bind_runs(py::module_& module) {
              "Predictions for the rows of a comma-separated table (docs/planner_scores.md).");
 }
 
+std::int64_t gpu_reserve(std::int64_t memory) {
+  plan::Device gpu;
+  gpu.place = plan::Place::gpu;
+  gpu.memory = memory;
+  return plan::reserve(gpu);
+}
+
 py::list known_devices() {
   py::list all;
   for (const auto& device : plan::known_devices()) {
@@ -297,6 +304,9 @@ void bind_plan(py::module_& module) {
   module.def("known_devices", &known_devices,
              "Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that "
              "`poise plan` knows.");
+  module.def("gpu_reserve", &gpu_reserve, py::arg("memory"),
+             "Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks "
+             "that the allocator cannot join.");
 }
 
 }  // namespace poise::python

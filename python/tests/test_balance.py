@@ -2,11 +2,12 @@
 
 import itertools
 import random
+import types
 
 import poise
 import pytest
 import torch
-from poise import balance, trace, trainer_balance
+from poise import automatic_budget, balance, trace, trainer_balance
 from poise.balance import Candidate
 from torch import nn
 
@@ -279,6 +280,63 @@ def test_data_with_batches_of_its_own_cannot_be_split(tmp_path):
 def test_auto_needs_a_device_of_its_own(tmp_path):
     with pytest.raises(poise.Error, match="memory_budget is auto, but this run is on the CPU"):
         poise.TrainingArguments(str(tmp_path), memory_budget="auto", use_cpu=True)
+
+
+GIB = 1 << 30
+
+
+class OtherRanks:
+    """A group whose other ranks say what is given."""
+
+    def __init__(self, *said):
+        self.size, self._said = 1 + len(said), list(said)
+
+    def all_gather_text(self, text, what):
+        return [text, *self._said]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """One of 80 GiB, 10 of them free and 30 in the caching allocator of this process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * GIB)
+    whole = types.SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: whole)
+
+
+def test_auto_is_what_the_fullest_gpu_has_free_on_every_rank(tmp_path, a_gpu):
+    args = poise.TrainingArguments(str(tmp_path), memory_budget="auto")
+    mine = 40 * GIB - int(1.5 * GIB) - 80 * GIB // 50  # less the planner's reserve
+    for others, budget in [((), mine), ((mine + 5,), mine), ((mine + 5, mine - 7), mine - 7)]:
+        found = automatic_budget.settled(args, OtherRanks(*map(str, others)))
+        assert found.memory_budget == budget
+        assert found.to_config(10)["memory"] == {"budget_bytes": budget}
+    assert args.memory_budget == "auto"  # of the next Trainer
+
+
+def test_auto_on_a_full_gpu_is_refused(tmp_path, a_gpu):
+    args = poise.TrainingArguments(str(tmp_path), memory_budget="auto")
+    with pytest.raises(
+        poise.Error, match="no more free than the 3.10 GiB that are left to its lib"
+    ):
+        automatic_budget.settled(args, OtherRanks("-4"))
+
+
+def test_what_others_hold_on_the_gpu_is_no_room_for_the_engine(monkeypatch):
+    def find(budget):
+        engine = engine_of(Net())
+        return balance.find(engine, batch_of, call(engine.model), samples=4, budget=budget)
+
+    least = min(find(GIB).front, key=lambda one: one.peak).peak
+    monkeypatch.setattr(trace, "held_besides", lambda engine: GIB)
+    assert find(2 * GIB).chosen.peak < GIB
+    with pytest.raises(
+        balance.NothingFits, match="of which what is not the engine's holds 1.00 GiB"
+    ):
+        find(GIB + least // 2)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
