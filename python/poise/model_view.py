@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,23 @@ def plain_name(name: str) -> str:
 def is_compiled(model: nn.Module) -> bool:
     """Whether the whole model was compiled, by torch.compile(model) or model.compile()."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or a module in it was compiled, or a module's forward. Such code must not meet
+    a mode of torch's (TorchDispatchMode): it would run uncompiled from then on."""
+    return any(
+        is_compiled(module) or any(hasattr(one, "_torchdynamo_orig_callable") for one in forwards)
+        for module, forwards in ((m, _own_forwards(m)) for m in model.modules())
+    )
+
+
+def _own_forwards(module: nn.Module) -> Iterator[Any]:
+    """What stands in for its class's forward, and what that stands over."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "own", None)
 
 
 def named_parameters(model: nn.Module) -> NamedTensors:

@@ -34,7 +34,7 @@ def step(
       last_save: the path that a run which stops can go on from; empty: there is none.
     """
     probe = banner.AttentionProbe()
-    watched = first and not model_view.is_compiled(engine.model)
+    watched = first and not model_view.has_compiled_parts(engine.model)
     with nonfinite.explained(engine, window, loss_fn, last_save):
         run = probe.around(loss_fn) if watched else loss_fn
 

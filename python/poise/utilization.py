@@ -23,8 +23,8 @@ class Utilization:
     """Counts the FLOPs that the model asks for, whatever is recomputed, against the device's peak.
 
     What a forward takes is measured in the first micro-batch (matrix products, convolutions and
-    attention; of a compiled model it is taken as 2 for each parameter and position) and grows with the
-    positions of a batch. Training takes a second forward's worth to pass gradients through, and a third
+    attention; where anything is compiled it is taken as 2 for each parameter and position) and grows
+    with the positions of a batch. Training takes a second forward's worth to pass gradients through, and a third
     one for the part of the parameters that is trained: 6 FLOPs for each parameter and token where all
     are, as in PaLM (Chowdhery et al. 2022, appendix B).
 
@@ -48,7 +48,7 @@ class Utilization:
         """The function, measured at its first call, where that is to be known."""
         if self._peak <= 0 or self._by_position is not None:
             return loss_fn
-        if model_view.is_compiled(self._model):
+        if model_view.has_compiled_parts(self._model):
             self._by_position = 2.0 * sum(p.numel() for p in self._model.parameters())
             return loss_fn
 

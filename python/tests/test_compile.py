@@ -8,7 +8,7 @@ import poise
 import pytest
 import torch
 from plain_loop import Recipe, settings
-from poise import checkpointing
+from poise import checkpointing, model_view, update, utilization
 from tiny_models import TinyForCausalLM, counted, ragged_windows, same_bits, tiny
 
 WINDOWS = ragged_windows(3)
@@ -106,6 +106,37 @@ def test_compiling_after_the_engine_was_made_is_no_error_but_runs_blocks_uncompi
     losses = [engine.step(w, lambda p: (called(**p), counted(p))).loss for w in WINDOWS]
     assert losses == train(plain)
     assert (counting.graphs > 0) == whole  # what is around the blocks
+
+
+def forwards(model, backend):
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped, forwards])
+def test_what_is_watched_in_a_first_update_does_not_end_the_compiling(compiled):
+    model, counting = tiny(), Counting("eager")
+    compiled(model, counting)
+    assert model_view.has_compiled_parts(model) and not model_view.has_compiled_parts(tiny())
+    engine = poise.Engine(model, settings(Recipe()))
+    use = utilization.Utilization(model, peak_flops=1e12)
+    for number, window in enumerate(WINDOWS):
+        loss_fn = use.around(lambda p: poise.loss.as_loss((model(**p), counted(p))))
+        update.step(engine, window, loss_fn, number == 0, lambda line: None)
+        use.window(window)
+    assert counting.runs == 2 * sum(map(len, WINDOWS))
+    assert counting.graphs == 1  # of two blocks alike, and not again after the first update
+    each = 2 * sum(p.numel() for p in model.parameters())
+    assert use.take(1.0) * 1e12 == pytest.approx(
+        3 * each * sum(utilization.positions(batch) for window in WINDOWS for batch in window)
+    )
+
+
+def test_a_compiled_forward_is_seen_below_what_poise_puts_over_it():
+    model = tiny()
+    forwards(model, "eager")
+    engine = poise.Engine(model, settings(Recipe(), checkpointing={"policy": "every_n"}))
+    assert hasattr(model.blocks[0].forward, "own") and model_view.has_compiled_parts(engine.model)
 
 
 def test_removing_recomputation_leaves_blocks_compiled():
