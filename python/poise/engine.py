@@ -18,6 +18,7 @@ from torch import nn
 from poise import (
     _C,
     _offloaded,
+    _recurrent,
     _units,
     checkpointing,
     comm,
@@ -117,6 +118,7 @@ class Engine:
         undo = self._undo = contextlib.ExitStack()
         self._blocks = blocks
         self._checkpointing = settings_of(self.config)["checkpointing"]
+        _recurrent.keep_in_place(model, undo)
         self._recompute(undo)
         self._offload_activations(undo)
         self._shard(undo)
