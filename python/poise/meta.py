@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from poise import _C
+from poise import _C, ranks
 from poise._C import Error, Group
 
 Materialize = Callable[[nn.Module], None]
@@ -32,10 +32,12 @@ def device_for(group: Group | dist.ProcessGroup | None) -> torch.device:
     if isinstance(group, Group):
         return group.device
     if group is not None or (dist.is_available() and dist.is_initialized()):
-        if "nccl" in dist.get_backend(group):
+        # By kind of device: init_process_group() without a name has no one backend ("undefined").
+        if "nccl" in str(dist.get_backend_config(group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-    return torch.get_default_device()
+    chosen = torch.get_default_device()
+    return ranks.device() if chosen.type in ("cpu", "meta") else chosen
 
 
 def reset(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import pytest
 import rank_processes
 import torch
 from plain_loop import Recipe, settings
+from poise import meta
 from tiny_models import Block, TinyForCausalLM, counted, ragged_windows, same_bits
 from torch import nn
 
@@ -125,6 +126,31 @@ def test_a_trainer_takes_one(tmp_path):
     args = poise.TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, disable_tqdm=True)
     data = [{"x": torch.ones(16)}] * 16
     assert poise.Trainer(model, args, train_dataset=data).train().training_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda"),  # of init_process_group() without a name, with GPUs
+        ("cuda:nccl", "cuda"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+    ],
+)
+def test_memory_comes_from_the_devices_that_the_ranks_speak_for(backends, kind, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(meta.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(meta.dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(meta.dist, "get_backend_config", lambda group: backends)
+    assert meta.device_for(None) == torch.device("cuda:1" if kind == "cuda" else "cpu")
+
+
+def test_alone_it_comes_from_the_gpu_where_there_is_one(monkeypatch):
+    assert meta.device_for(None) == poise.ranks.device()
+    monkeypatch.setattr(poise.ranks, "device", lambda: torch.device("cuda", 1))
+    assert meta.device_for(None) == torch.device("cuda", 1)
+    with torch.device("cuda:2"):  # torch.set_default_device's word
+        assert meta.device_for(None) == torch.device("cuda", 2)
 
 
 # Two ranks.
