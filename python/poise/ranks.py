@@ -48,6 +48,8 @@ def device(use_cpu: bool = False) -> torch.device:
     place, gpus = here(), torch.cuda.device_count()
     if place.size == 1 or place.local is None:
         return torch.device("cuda", torch.cuda.current_device())
+    if gpus == 1:  # Slurm and others show each rank its own alone
+        return torch.device("cuda", 0)
     if place.local >= gpus:
         raise Error(
             f"[trainer] this is rank {place.local} of its machine, which has {gpus} GPUs; start one "
