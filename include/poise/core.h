@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,11 @@ struct ModelView {
   std::vector<NamedTensor> parameters;  // a tied parameter may come several times, under each name
   std::vector<NamedTensor> buffers;
   std::vector<UnitView> units;  // parameters in none of them form the unit "rest"
+  // Where an engine keeps parameters and buffers. Unset: where they are. A model larger than a GPU
+  // stays on the CPU until then: its units move there one after the other, as far as they stay.
+  std::optional<c10::Device> device = {};
+
+  c10::Device target() const { return device ? *device : parameters.front().tensor.device(); }
 };
 
 // Where every parameter lives. Canonical order: units in order of the view, inside a unit the order

@@ -32,6 +32,7 @@ from poise._C import Error, LoadedState, Rehearsal, StepResult
 from poise.config import ConfigLike, read_config, settings_of
 from poise.loss import Count, loss_parts
 from poise.model_call import call_model
+from poise.ranks import numbered
 
 LossFn = Callable[[Any], Any]
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -58,6 +59,8 @@ class Engine:
         one module itself (not of its children), in place, on rank 0; called for one unit after the
         other, so that no rank ever holds a whole model that is sharded. None: the modules'
         reset_parameters().
+      device: where parameters and buffers live from now on; None: where they are. A model larger
+        than a GPU comes on the CPU: its units move one by one, as far as they stay there.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         units: model_view.UnitChoice = None,
         group: Any = None,
         materialize: meta.Materialize | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
@@ -76,16 +80,19 @@ class Engine:
         fill = None
         if meta.is_meta(model):
             given = group.all if isinstance(group, comm.Ranks) else group
-            fill = meta.Filling(model, meta.device_for(given), blocks, materialize)
+            device = device or meta.device_for(given)
+            fill = meta.Filling(model, numbered(device), blocks, materialize)
         elif materialize is not None:
             raise Error(
                 "[engine] materialize given, but the model's parameters have values; make the model "
                 'under torch.device("meta"), or leave it out'
             )
         settings = settings_of(self.config)
+        self._moved_from = model_view.device_of(model)
+        target = self._moved_from if device is None else numbered(device)
         ranks = comm.ranks_for(
             group,
-            model_view.device_of(model),
+            target,
             settings["comm"]["timeout_seconds"],
             settings["zero"]["shard_group_size"],
         )
@@ -111,6 +118,7 @@ class Engine:
             ranks.shard,
             ranks.replica,
             fill,
+            target if device is not None else None,
         )
         self._trained = [(n, p, p.requires_grad) for n, p in model_view.named_parameters(model)]
         self._made_trained = {name for name, _, trained in self._trained if trained}
@@ -326,10 +334,7 @@ class Engine:
         left of it otherwise are shards that go with the engine.
         """
         if self.shards_parameters():
-            with self.gathered():
-                values = [(p, p.detach().clone()) for p in self.model.parameters()]
-            for parameter, value in values:
-                parameter.data = value
+            whole_state.give_back(self, self._moved_from)
         self._undo.close()
         self._engine = None
 

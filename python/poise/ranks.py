@@ -58,6 +58,14 @@ def device(use_cpu: bool = False) -> torch.device:
     return torch.device("cuda", place.local)
 
 
+def numbered(where: torch.device | str) -> torch.device:
+    """ "cuda" with the number of the current GPU, as torch means it."""
+    where = torch.device(where)
+    if where.type != "cuda" or where.index is not None:
+        return where
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def join(where: torch.device, backend: str | None, timeout: float) -> Group:
     """The group of all ranks; initializes torch.distributed where that is still to be done.
 

@@ -40,6 +40,18 @@ def of(engine: Engine, rank: int | None, device: torch.device | str | None) -> d
     return copied(_entries(engine), device, copies) if mine else {}
 
 
+def give_back(engine: Engine, device: torch.device) -> None:
+    """Each parameter with memory of its own, whole, on the device; unit by unit, all ranks."""
+    values = []
+    for unit in engine.units:
+        with engine.gathered_unit(unit) as parameters:
+            values += [(p, p.detach().to(device, copy=True)) for _, p in parameters]
+    for parameter, value in values:
+        parameter.data = value
+    for buffer in engine.model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
 def _entries(engine: Engine) -> dict[str, Any] | None:
     """The parameters and buffers themselves by name; None where the model gives other tensors."""
     known = {id(t) for t in (*engine.model.parameters(), *engine.model.buffers())}

@@ -49,8 +49,9 @@ std::vector<NamedTensor> named(NamedTensors tensors) {
 EnginePtr make_engine(NamedTensors parameters, NamedTensors buffers, Units units,
                       const Config& config, std::shared_ptr<comm::Group> all,
                       std::shared_ptr<comm::Group> shard, std::shared_ptr<comm::Group> replica,
-                      const std::optional<py::function>& materialize) {
-  ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}};
+                      const std::optional<py::function>& materialize,
+                      const std::optional<at::Device>& device) {
+  ModelView view{named(std::move(parameters)), named(std::move(buffers)), {}, device};
   for (auto& [name, names] : units) view.units.push_back({std::move(name), std::move(names)});
   Engine::Materialize make;  // refers to the caller's object: the engine keeps nothing of it
   if (materialize) {
@@ -337,7 +338,8 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, EnginePtr>(module, "Engine", "The C++ engine; use poise.Engine.")
       .def(py::init(&make_engine), py::arg("parameters"), py::arg("buffers"), py::arg("units"),
            py::arg("config"), py::arg("all") = nullptr, py::arg("shard") = nullptr,
-           py::arg("replica") = nullptr, py::arg("materialize") = py::none())
+           py::arg("replica") = nullptr, py::arg("materialize") = py::none(),
+           py::arg("device") = py::none())
       .def("step_window", &step_window, py::arg("count"), py::arg("loss"),
            py::arg("counts") = std::vector<double>{})
       .def(

@@ -169,7 +169,7 @@ std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const
   if (model.parameters.empty() || !model.parameters.front().tensor.defined()) {
     return given ? given : comm::one_rank();  // refused by name a little later
   }
-  const auto device = model.parameters.front().tensor.device();
+  const auto device = model.target();
   if (!given) return comm::one_rank(device);
   if (given->size() == 1) return given->device() == device ? given : comm::one_rank(device);
   if (given->device().type() != device.type()) {
@@ -215,6 +215,17 @@ ParamTable agreed(const ModelView& model, const Config& config, comm::Group& gro
   ParamTable table(model, small_below(config.zero));
   if (group.size() > 1) engine::check_ranks_agree(group, model, table, config);
   return table;
+}
+
+// Where the model is to be.
+std::vector<NamedTensor> moved_buffers(const ModelView& model) {
+  at::NoGradGuard no_grad;
+  for (auto buffer : model.buffers) {
+    if (model.device && buffer.tensor.device() != *model.device) {
+      buffer.tensor.set_data(buffer.tensor.to(*model.device));
+    }
+  }
+  return model.buffers;
 }
 
 // All ranks start from rank 0's buffers, as from its parameters.
@@ -282,13 +293,13 @@ std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
                    const Materialize& materialize)
     : config(validated(wanted)),
-      buffers(model.buffers),
+      buffers(moved_buffers(model)),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
       table(agreed(model, config, *group)),
       shards(table, config.zero, ranks.shard->rank(), ranks.shard->size(),
              config.offload.parameters != config::Offload::none),
-      offloading(config.offload, table, shards, model.parameters.front().tensor.device()),
+      offloading(config.offload, table, shards, model.target()),
       store(model, table, config.precision, shards, ranks,
             with_budget(ledger, config.memory, group->device()), offloading.places(), materialize),
       run(name_of_run(*group)),

@@ -66,6 +66,7 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
       shards_(shards),
       ranks_(ranks),
       ledger_(ledger),
+      device_(model.target()),
       flats_(table.flats().size()),
       poisons_(table.entries().size()) {
   std::unordered_map<std::string, at::Tensor> by_name;
@@ -107,9 +108,8 @@ const at::Tensor& FlatStore::given(int entry) const {
 // that nobody holds a second copy of the model.
 at::Tensor FlatStore::original_values(int index) {
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
-  const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
   auto original =
-      at::zeros({shards_.whole(index)}, at::TensorOptions().device(device).dtype(layout.dtype));
+      at::zeros({shards_.whole(index)}, at::TensorOptions().device(device_).dtype(layout.dtype));
   if (ranks_.all->rank() == 0) copy_parameters(index, original);
   ranks_.all->broadcast(original.view(at::kByte), 0, label(index)).wait();
   return original;
@@ -133,8 +133,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& plac
   at::NoGradGuard no_grad;
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
   auto& tensors = flats_[static_cast<std::size_t>(index)];
-  const auto device = parameters_[static_cast<std::size_t>(layout.entries.front())].device();
-  const auto options = at::TensorOptions().device(device).requires_grad(false);
+  const auto options = at::TensorOptions().device(device_).requires_grad(false);
   const auto kept = kept_type(layout, policy);
   if (kept != layout.dtype && layout.trainable && layout.dtype != at::kFloat) {
     log::info("parameters of unit '", table_.units()[static_cast<std::size_t>(layout.unit)],

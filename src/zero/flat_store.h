@@ -115,6 +115,7 @@ class FlatStore {
   const Shards& shards_;
   const comm::Ranks& ranks_;
   const memory::Ledger& ledger_;
+  const c10::Device device_;
   std::vector<FlatTensors> flats_;
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> poisons_;  // by entry, where parameters are sharded
