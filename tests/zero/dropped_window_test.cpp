@@ -77,6 +77,7 @@ TEST_P(DroppedWindow, IsDroppedOnAllRanks) {
   Config config;
   config.optimizer = test::adamw();
   config.zero.stage = GetParam();
+  config.batch.accumulation = 4;
   const auto whole = train(config, 3, [](int, int) { return std::nullopt; });
   EXPECT_EQ(whole.dropped, (std::vector<int>{0, 0, 0}));
   const When cases[] = {
