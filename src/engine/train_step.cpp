@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <thread>
 
 #include "engine/impl.h"
@@ -293,6 +294,15 @@ void Engine::Impl::refuse_half_an_update() const {
        half_an_update, "); go on with a new engine, from the start or a saved state");
 }
 
+namespace {
+
+// A NaN's sign says nothing, but would be printed.
+double without_sign_of_nan(double value) {
+  return std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
+}
+
+}  // namespace
+
 StepResult Engine::Impl::close_window() {
   RECORD_USER_SCOPE("poise::update");
   StepResult result;
@@ -302,10 +312,10 @@ StepResult Engine::Impl::close_window() {
     if (sums.lost_rank >= 0) return result;    // nothing is applied
     if (!lent.empty()) take_edited_gradients();
     result.status = sums.status;
-    result.loss = sums.totals.loss;
+    result.loss = without_sign_of_nan(sums.totals.loss);
     result.tokens = sums.totals.tokens;
     result.noise_scale = noise.value();
-    result.grad_norm = sums.grad_norm;
+    result.grad_norm = without_sign_of_nan(sums.grad_norm);
     result.first_bad_parameter = sums.first_bad_parameter;
     result.lr = learning_rate();
     result.loss_scale = scaler.scale();
