@@ -30,10 +30,12 @@ struct Arguments {
 };
 
 void describe_machine(CLI::App& plan, PlanArguments& arguments) {
-  plan.add_option("--gpus", arguments.gpus,
-                  "count and device, 8 to a node: 8xH100-80GB; a JSON file that describes one: "
-                  "8xdevice.json (memory, half_flops, memory_rate, ...); or the GPU that "
-                  "--calibrate measured: 8xthis");
+  plan.add_option(
+      "--gpus", arguments.gpus,
+      "count and device, 8 to a node: 8xH100-80GB (a part of the name is enough: 8xH100); a JSON "
+      "file that describes one: 8xdevice.json (memory, half_flops, memory_rate, ...); or the GPU "
+      "that "
+      "--calibrate measured: 8xthis");
   const auto count = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
   auto* nodes = plan.add_option("--nodes", arguments.nodes, "nodes of so many devices each");
   auto* per_node = plan.add_option("--per-node", arguments.per_node, "devices of a node");

@@ -1,8 +1,11 @@
 // Devices by name. Rates are those of the makers' data sheets without sparsity, memory is what
 // drivers report; the reached share of the peak is an estimate.
+#include <cctype>
 #include <charconv>
+#include <utility>
 
 #include "poise/error.h"
+#include "poise/log.h"
 #include "poise/plan.h"
 
 namespace poise::plan {
@@ -42,6 +45,44 @@ bool is_digits(const std::string& text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
 }
 
+std::string in_lower_case(std::string text) {
+  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return text;
+}
+
+// Where `part` stands for `name`: "H100" and "h100-80" for "H100-80GB", "4090" for "RTX-4090-24GB".
+enum class Match { none, begins, whole_words };
+Match match(const std::string& name, const std::string& part) {
+  const auto whole = in_lower_case("-" + name + "-");
+  const auto wanted = in_lower_case("-" + part);
+  if (part.empty()) return Match::none;
+  if (whole.find(wanted + "-") != std::string::npos) return Match::whole_words;
+  return whole.compare(0, wanted.size(), wanted) == 0 ? Match::begins : Match::none;
+}
+
+// What people mean by a name that is part of several.
+constexpr std::pair<const char*, const char*> kUsual[] = {{"h100", "H100-80GB"}};
+
+// The devices that a part of a name stands for; whole words before beginnings: L4 is no L40S.
+std::vector<Device> meant_by(const std::string& part) {
+  std::vector<Device> whole, begins;
+  for (const auto& device : known_devices()) {
+    for (const auto& [usual, name] : kUsual) {
+      if (in_lower_case(part) == usual && device.name == name) return {device};
+    }
+    const auto how = match(device.name, part);
+    if (how == Match::whole_words) whole.push_back(device);
+    if (how == Match::begins) begins.push_back(device);
+  }
+  return whole.empty() ? begins : whole;
+}
+
+std::string names_of(const std::vector<Device>& devices, const char* between) {
+  std::string names;
+  for (const auto& device : devices) names += (names.empty() ? "" : between) + device.name;
+  return names;
+}
+
 }  // namespace
 
 const std::vector<Device>& known_devices() {
@@ -50,12 +91,19 @@ const std::vector<Device>& known_devices() {
 }
 
 Device known_device(const std::string& name) {
-  std::string names;
   for (const auto& device : known_devices()) {
     if (device.name == name) return device;
-    names += (names.empty() ? "" : ", ") + device.name;
   }
-  fail("plan", "unknown device \"", name, "\"; known are ", names);
+  const auto meant = meant_by(name);
+  if (meant.size() == 1) {
+    log::info("[plan] ", name, " is taken for ", meant.front().name);
+    return meant.front();
+  }
+  if (!meant.empty()) {
+    fail("plan", "device \"", name, "\" may be ", names_of(meant, " or "), "; give one of them");
+  }
+  fail("plan", "unknown device \"", name, "\"; known are ", names_of(known_devices(), ", "),
+       "; or give a JSON file that describes one (poise plan --help)");
 }
 
 Machine read_machine(const std::string& text) {

@@ -192,8 +192,26 @@ TEST(Memory, BadModelsAreNamed) {
   model.layers = 0;
   EXPECT_THAT([&] { parameters(model); }, ThrowsMessage<Error>(HasSubstr("layers is 0")));
   EXPECT_THAT([] { known_transformer("lama"); }, ThrowsMessage<Error>(HasSubstr("llama-3-8b")));
-  EXPECT_THAT([] { read_machine("8xH100"); }, ThrowsMessage<Error>(HasSubstr("H100-80GB")));
+  EXPECT_THAT([] { read_machine("8xH900"); }, ThrowsMessage<Error>(HasSubstr("H100-80GB")));
   EXPECT_THAT([] { read_machine("0xH100-80GB"); }, ThrowsMessage<Error>(HasSubstr("give 1 to")));
+}
+
+TEST(Machine, APartOfANameIsCompleted) {
+  const auto device_of = [](const char* text) { return read_machine(text).device.name; };
+  EXPECT_EQ(device_of("8xH100"), "H100-80GB");  // what people mean by it; there is one of 96 GB
+  EXPECT_EQ(device_of("8xh100-96"), "H100-96GB");
+  EXPECT_EQ(device_of("L4"), "L4-24GB");  // no L40S
+  EXPECT_EQ(device_of("2xl40s"), "L40S-48GB");
+  EXPECT_EQ(device_of("4090"), "RTX-4090-24GB");
+  EXPECT_EQ(device_of("B200"), "B200-180GB");
+  const auto refused = [](const char* text, const char* words) {
+    EXPECT_THAT([text] { read_machine(text); }, ThrowsMessage<Error>(HasSubstr(words)));
+  };
+  refused("8xA100", "\"A100\" may be A100-80GB or A100-40GB; give one of them");
+  refused("8xV100", "V100-32GB or V100-16GB");
+  refused("8xRTX", "RTX-A6000-48GB or RTX-4090-24GB");
+  refused("8x", "unknown device \"\"");
+  refused("8x100", "unknown device \"100\"");
 }
 
 }  // namespace
