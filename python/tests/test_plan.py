@@ -247,7 +247,7 @@ def test_calibration_is_read_by_plans(tmp_path, capfd, monkeypatch):
     assert before["device"] == "CPU" and after["device"] == "CPU (measured)"
     assert after["best"]["seconds"]["update"] != before["best"]["seconds"]["update"]
     text = run([*DESCRIBED, "--gpus", "1xCPU"], capfd)[1]
-    assert "times from rates that were measured here" in text
+    assert "times are estimates from rates that were measured here" in text
     assert "no GPU was measured" in run([*DESCRIBED, "--gpus", "2xthis"], capfd)[2]
     path.write_text("[]")
     assert "holds no JSON object" in run([*DESCRIBED, "--gpus", "1xCPU"], capfd)[2]
@@ -263,7 +263,7 @@ def test_the_gpu_of_this_machine_is_planned_for_once_it_was_measured(tmp_path, c
     same = run([*asked, "--gpus", f"8x{described}"], capfd)[1]
     assert found.replace("this GPU (measured)", str(described)) == same
     text = run([*DESCRIBED, "--gpus", "8xthis", "--machine", str(machine)], capfd)[1]
-    assert "times from rates that were measured here" in text
+    assert "times are estimates from rates that were measured here" in text
     cpu = run([*asked, "--gpus", "1xCPU", "--machine", str(machine)], capfd)[1]
     assert json.loads(cpu)["device"] == "CPU (measured)"
 

@@ -38,16 +38,19 @@ void versions(std::ostream& out) {
   line(out, "poise", join(POISE_VERSION, ", built against torch ", TORCH_VERSION));
   std::ostringstream isas;
   for (const auto isa : kernels::available_isas()) isas << ' ' << kernels::name_of(isa);
-  line(out, "kernels",
-       join(kernels::name_of(kernels::active_isa()), " (this CPU:", isas.str(), ")"));
-  line(out, "torch kernels", at::get_cpu_capability());
+  line(out, "CPU kernels",
+       join(kernels::name_of(kernels::active_isa()), " by poise (this CPU can run", isas.str(),
+            "), ", at::get_cpu_capability(), " by torch"));
   line(out, "CUDA",
-       at::hasCUDA() ? join("in torch, devices: ", at::getNumGPUs())
-                     : std::string("not in this torch, or no driver"));
-  line(
-      out, "threads",
-      join(at::get_num_threads(), " of torch, ", std::thread::hardware_concurrency(), " hardware"));
-  line(out, "io_uring", io_uring());
+       at::hasCUDA() ? join("GPUs that torch sees: ", at::getNumGPUs())
+                     : std::string("no GPU: this torch is without CUDA, or there is no driver"));
+  line(out, "threads",
+       join(at::get_num_threads(), " that torch uses, of ", std::thread::hardware_concurrency(),
+            " in this machine"));
+  const auto uring = io_uring();
+  line(out, "io_uring",
+       join(uring, uring == "works" ? "; offload to files goes by it"
+                                    : "; offload to files goes by threads, which is slower"));
 }
 
 // 16-bit matrices, and what to do about them.
@@ -55,29 +58,32 @@ void matrices(std::ostream& out) {
   const double fp32 = product_seconds(at::kFloat);
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     const double ratio = product_seconds(dtype) / fp32;
-    const char* advice =
-        ratio > kSlow ? "; 16-bit training on this CPU saves memory, not time" : "";
-    line(out, dtype == at::kHalf ? "fp16" : "bf16",
-         format("matrix products take %.1f times as long as in fp32%s", ratio, advice));
+    const auto text =
+        ratio > kSlow ? format("%.1f times slower than in fp32: saves memory here, not time", ratio)
+        : ratio > 1   ? format("%.1f times slower than in fp32", ratio)
+                      : format("%.1f times faster than in fp32", 1 / ratio);
+    line(out, dtype == at::kHalf ? "fp16" : "bf16", "matrix products are " + text);
   }
 }
 
 void ranks(std::ostream& out, const std::shared_ptr<comm::Group>& group) {
   if (group->size() == 1) {
-    line(out, "ranks", "1; started by torchrun, Slurm or mpirun, doctor looks at the group too");
+    line(out, "ranks",
+         "1 process; started on several by torchrun, srun or mpirun, doctor measures their links");
     const auto check = check_stages_in_threads();
-    line(out, "stages", check.text + " over two threads");
+    line(out, "self-test", check.text + " (two ranks, as threads)");
     if (!check.same) fail("cli", "the self-test of the stages failed: ", check.text);
     return;
   }
   line(out, "ranks",
-       join(group->size(), " over ", group->backend(), " on ", group->device().str()));
+       join(group->size(), " processes over ", group->backend(), ", tensors on ",
+            group->device().str()));
   const auto rates = group_rates(*group);
   line(out, "collectives",
-       format("16 MiB: reduce-scatter %.2f GB/s, all-gather %.2f GB/s", rates.reduce_scatter,
+       format("of 16 MiB: reduce-scatter %.2f GB/s, all-gather %.2f GB/s", rates.reduce_scatter,
               rates.all_gather));
   const auto check = check_stages(group);
-  line(out, "stages", check.text);
+  line(out, "self-test", check.text);
   // NCCL may add in another order at another size: bits are promised on CPU groups only.
   if (!check.same && group->device().is_cpu()) {
     fail("cli", "the self-test of the stages failed: ", check.text);
@@ -94,7 +100,7 @@ void doctor(std::ostream& out) {
   auto& text = group->rank() == 0 ? out : nowhere;
   versions(text);
   line(text, "memory",
-       format("copies at %.1f GB/s on 1 thread, %.1f on %d", copy_rate(1),
+       format("copies %.1f GB/s with 1 thread, %.1f GB/s with %d", copy_rate(1),
               copy_rate(at::get_num_threads()), at::get_num_threads()));
   matrices(text);
   ranks(text, group);

@@ -226,8 +226,8 @@ std::string page_html(const Page& page) {
   if (page.answer != nullptr && !page.answer->fits) {
     out << "<p><b>No plan fits into " << memory::format_bytes(page.answer->budget)
         << "</b>; the smallest, shown here, needs "
-        << memory::format_bytes(page.answer->best.memory.highest()) << ", most of it "
-        << escaped(page.answer->dominated_by) << ".</p>\n";
+        << memory::format_bytes(page.answer->best.memory.highest())
+        << " (the largest part: " << escaped(page.answer->dominated_by) << ").</p>\n";
   }
   out << figures(page, *shown) << '\n' << over_an_update(page, *shown) << '\n';
   if (page.answer != nullptr) {

@@ -28,6 +28,11 @@ std::string duration(double seconds) {
   return seconds >= 1 ? text("%.2f s", seconds) : text("%.2f ms", 1e3 * seconds);
 }
 
+std::string counted(double parameters) {
+  return parameters >= 1e9 ? text("%.3g billion", parameters / 1e9)
+                           : text("%.3g million", parameters / 1e6);
+}
+
 std::string recomputed(const plan::Choice& choice) {
   const auto count = std::count(choice.recomputed.begin(), choice.recomputed.end(), true);
   if (count == 0) return "none";
@@ -56,19 +61,19 @@ void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
   out << "  micro-batch " << c.micro_batch << " x accumulation " << c.accumulation << " x ranks "
       << c.ranks << '\n';
   out << "  recomputed blocks: " << recomputed(c) << "; logits: "
-      << (c.loss_chunk_tokens > 0 ? join("by chunks of ", c.loss_chunk_tokens, " tokens")
-                                  : std::string("whole"));
+      << (c.loss_chunk_tokens > 0 ? join("of ", c.loss_chunk_tokens, " tokens at a time")
+                                  : std::string("of a whole micro-batch"));
   if (c.ranks > 1) {
     out << "; ZeRO stage " << c.stage
-        << (c.keep_gathered ? ", parameters kept for the window" : "");
+        << (c.keep_gathered ? ", parameters whole for a window (zero.keep_gathered)" : "");
     if (c.shard_ranks > 0) {
       out << ", sharded inside groups of " << c.shard_ranks
           << " ranks and replicated across them (poise.comm.hybrid(" << c.shard_ranks << "))";
     }
   }
   const auto away = offloaded(c.offload);
-  if (!away.empty()) out << "; away: " << away;
-  out << "\n\n  account              held          at the peak\n";
+  if (!away.empty()) out << "; offloaded: " << away;
+  out << "\n\n" << text("  %-14s %14s %14s\n", "memory for", "all the time", "at the peak");
   for (std::size_t i = 0; i < m.at_peak.size(); ++i) {
     if (m.at_peak[i] == 0 && m.held[i] == 0) continue;
     out << text("  %-14s %14s %14s\n", memory::name_of(static_cast<memory::Account>(i)),
@@ -83,21 +88,30 @@ void print_plan(std::ostream& out, const plan::Job& job, const Plan& plan) {
         << memory::format_bytes(m.build) << '\n';
   }
   out << "\n  " << duration(t.total) << " an update (" << text("%.0f", tokens_per_second(job, plan))
-      << " tokens/s on each): forward " << duration(t.forward) << ", backward "
-      << duration(t.backward) << ", recomputation " << duration(t.recompute)
-      << ", collectives that nothing hides " << duration(t.exposed) << ", optimizer "
-      << duration(t.update);
-  if (t.transfers > 0) out << ", transfers that nothing hides " << duration(t.transfers);
-  out << '\n';
+      << " tokens/s on each device): forward " << duration(t.forward) << ", backward "
+      << duration(t.backward);
+  if (t.recompute > 0) out << ", recomputation " << duration(t.recompute);
+  if (t.exposed > 0) out << ", communication that is not overlapped " << duration(t.exposed);
+  if (t.transfers > 0) out << ", offload that is not overlapped " << duration(t.transfers);
+  out << ", optimizer " << duration(t.update) << '\n';
+}
+
+// A row of the front, or its head.
+std::string row_text(const std::string& time, const std::string& peak, const std::string& batch,
+                     const std::string& stage, const std::string& blocks, const std::string& logits,
+                     const std::string& mark) {
+  auto row = text("  %11s %12s %12s %7s %22s %7s  %s", time.c_str(), peak.c_str(), batch.c_str(),
+                  stage.c_str(), blocks.c_str(), logits.c_str(), mark.c_str());
+  row.erase(row.find_last_not_of(' ') + 1);
+  return row + '\n';
 }
 
 void print_row(std::ostream& out, const Plan& plan, const char* mark) {
   const auto& c = plan.choice;
-  out << text(
-      "  %11s %12s %6lld %6d%s %18s %8s  %s\n", duration(plan.time.total).c_str(),
-      memory::format_bytes(plan.memory.highest()).c_str(), static_cast<long long>(c.micro_batch),
-      c.stage, c.keep_gathered ? "k" : " ", recomputed(c).c_str(),
-      c.loss_chunk_tokens > 0 ? std::to_string(c.loss_chunk_tokens).c_str() : "whole", mark);
+  out << row_text(duration(plan.time.total), memory::format_bytes(plan.memory.highest()),
+                  std::to_string(c.micro_batch), join(c.stage, c.keep_gathered ? "k" : " "),
+                  recomputed(c),
+                  c.loss_chunk_tokens > 0 ? std::to_string(c.loss_chunk_tokens) : "whole", mark);
 }
 
 // At most `count` of the front: its ends, the best plan and its neighbours, evenly between.
@@ -118,26 +132,31 @@ std::vector<std::size_t> chosen_rows(const std::vector<Plan>& front, std::int64_
 }
 
 void print_front(std::ostream& out, const plan::Answer& answer) {
-  out << "\nTime against memory (no plan is both faster and smaller):\n"
-         "    an update         peak  micro  stage          recomputed   logits\n";
-  bool marked = false;
+  out << "\nTime against memory (every other plan is slower or bigger than one of these):\n"
+      << row_text("an update", "peak", "micro-batch", "stage ", "recomputed blocks", "logits", "");
+  bool marked = false, kept = false, chunked = false;
   for (const auto i : chosen_rows(answer.front, answer.budget)) {
     const auto& plan = answer.front[i];
     const bool fits = plan.memory.highest() <= answer.budget;
     print_row(out, plan, fits && !marked ? "<- chosen" : fits ? "" : "does not fit");
     marked = marked || fits;
+    kept = kept || plan.choice.keep_gathered;
+    chunked = chunked || plan.choice.loss_chunk_tokens > 0;
   }
+  if (kept)
+    out << "  stage 3k: parameters stay whole through a window (zero.keep_gathered: window)\n";
+  if (chunked) out << "  logits: tokens whose logits are there at a time (loss_chunk_tokens)\n";
 }
 
 void print_levers(std::ostream& out, const std::vector<plan::Lever>& levers) {
   if (levers.empty()) return;
   out << "\nWhat else would lower it, each alone (never done unasked):\n"
-         "    an update         peak            trains\n";
+      << text("  %11s %12s  %-12s  %-11s  %s\n", "an update", "peak", "", "training", "by");
   for (const auto& lever : levers) {
-    out << text("  %11s %12s %-14s %s: %s (%s)\n", duration(lever.plan.time.total).c_str(),
+    out << text("  %11s %12s  %-12s  %-11s  %s (%s)\n", duration(lever.plan.time.total).c_str(),
                 memory::format_bytes(lever.plan.memory.highest()).c_str(),
                 lever.fits ? "fits" : "does not fit",
-                lever.changes_numbers ? "differently" : "the same", lever.name.c_str(),
+                lever.changes_numbers ? "another" : "the same", lever.name.c_str(),
                 lever.setting.c_str());
   }
 }
@@ -158,7 +177,7 @@ void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& a
     out << "\nNo plan fits into " << memory::format_bytes(answer.budget) << ". The smallest needs "
         << memory::format_bytes(floor) << ", "
         << memory::format_bytes(std::max<std::int64_t>(0, floor - answer.budget))
-        << " more, most of it " << answer.dominated_by << "; with --memory "
+        << " more (the largest part: " << answer.dominated_by << "); with --memory "
         << text("%.2fGiB", std::ceil(100.0 * static_cast<double>(floor) / kGib) / 100)
         << " or more ranks it would be this one:\n";
   } else {
@@ -188,14 +207,15 @@ void print_page(std::ostream& out, const Page& page) {
   const auto* answer = page.answer;
   const auto* written = page.written;
   const auto& device = job.machine.device;
-  out << job.model.name << ", " << text("%.4g", static_cast<double>(parameters(job.model)) / 1e6)
-      << " M parameters, on " << job.machine.ranks << " x " << device.name << "; "
-      << job.global_batch << " sequences of " << job.sequence << " tokens an update\n";
+  out << job.model.name << ", " << counted(static_cast<double>(parameters(job.model)))
+      << " parameters, on " << job.machine.ranks << " x " << device.name << "; " << job.global_batch
+      << " sequences of " << job.sequence << " tokens an update\n";
   if (answer != nullptr) {
-    out << "budget of each: " << memory::format_bytes(answer->budget);
+    out << "memory budget of each device: " << memory::format_bytes(answer->budget);
     if (job.budget == 0) {
       out << " (" << memory::format_bytes(device.memory) << " less "
-          << memory::format_bytes(plan::reserve(device)) << " for its context and fragmentation)";
+          << memory::format_bytes(plan::reserve(device))
+          << " for the GPU's own use and fragmentation)";
     }
     out << '\n';
   }
@@ -211,10 +231,11 @@ void print_page(std::ostream& out, const Page& page) {
   } else if (written != nullptr) {
     print_cost(out, page, *written);
   }
-  out << "\nBytes follow from the operations; times from "
-      << (is_measured(device)                ? "rates that were measured here"
-          : device.place == plan::Place::cpu ? "a guess, for no CPU was measured (--calibrate does)"
-                                             : "data sheets and an estimated share of them")
+  out << "\nMemory is counted from the model's operations; times are estimates from "
+      << (is_measured(device) ? "rates that were measured here"
+          : device.place == plan::Place::cpu
+              ? "a guess at this CPU (poise plan --calibrate measures it)"
+              : "data sheets and the share of them that is usually reached")
       << " (docs/planner.md).\n";
 }
 

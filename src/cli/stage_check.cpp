@@ -58,7 +58,8 @@ StageCheck check_stages(const std::shared_ptr<comm::Group>& group) {
   for (std::int64_t stage = 0; stage <= 3; ++stage) by_stage.push_back(trained(group, stage));
   const bool once = equal(by_stage[0], by_stage[1]), every = equal(by_stage[2], by_stage[3]);
   const auto text = [](bool same) { return same ? "the same bits" : "DIFFERENT bits"; };
-  return {once && every, join("stages 0 and 1 give ", text(once), ", 2 and 3 ", text(every))};
+  return {once && every,
+          join("ZeRO stages 0 and 1 train to ", text(once), ", 2 and 3 to ", text(every))};
 }
 
 StageCheck check_stages_in_threads() {

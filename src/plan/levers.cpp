@@ -66,10 +66,12 @@ class Pulled {
       offload.optimizer = Offload::host;
       add("optimizer states on the host", "offload.optimizer: host");
       offload.gradients = Offload::host;
-      add("gradients there too", "offload.optimizer, offload.gradients: host");
+      add("optimizer states and gradients on the host",
+          "offload.optimizer, offload.gradients: host");
       offload.parameters = Offload::host;
       if (job_.machine.ranks == 1 || job_.stages.empty() || job_.stages.back() == 3) {
-        add("parameters there too", "offload.optimizer, .gradients, .parameters: host");
+        add("optimizer states, gradients and parameters on the host",
+            "offload.optimizer, .gradients, .parameters: host");
       }
     }
     if (knows_activations()) {

@@ -285,9 +285,9 @@ class Search {
     const std::pair<const char*, double> parts[] = {
         {"compute of smaller pieces", b.forward + b.backward - a.forward - a.backward},
         {"recomputation", b.recompute - a.recompute},
-        {"collectives that nothing hides", b.exposed - a.exposed},
+        {"communication that is not overlapped", b.exposed - a.exposed},
         {"the optimizer's update", b.update - a.update},
-        {"transfers to host and file that nothing hides", b.transfers - a.transfers},
+        {"transfers to host and file that are not overlapped", b.transfers - a.transfers},
     };
     const auto* most = &parts[0];
     for (const auto& part : parts) {
