@@ -128,8 +128,45 @@ def plain_backward(stage):
     return "no error"
 
 
+def asked(stage, folder):
+    """What scripts read of an engine and do with it between its updates."""
+    engine = engine_of_stage(stage, gradient_clipping=1.0)
+    found = [
+        engine.zero_optimization_stage() == stage,
+        engine.get_batch_info() == (4 * SIZE, SIZE, 2),
+        (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4 * SIZE, SIZE),
+        (engine.global_rank, engine.local_rank) == (engine.engine.group.rank,) * 2,
+        (engine.world_size, engine.dp_world_size) == (2, 2),
+        engine.device == torch.device("cpu"),
+        (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, False),
+        engine.train().module.training and not engine.eval().module.training,
+    ]
+    weight = engine.train().module.body[0].weight
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(0.25 if engine.global_rank == 0 else 9.0)
+    found.append(bool((utils.safe_get_full_fp32_param(weight) == 0.25).all()))
+    [first, second] = share(engine)
+    with engine.no_sync():
+        engine.backward(engine(first[0], labels=first[1]))
+    engine.backward(engine(second[0], labels=second[1]))
+    engine.step()
+    found.append((engine.global_steps, engine.global_samples) == (1, 4 * SIZE))
+    found.append(engine.was_step_applied() and engine.get_global_grad_norm() > 0)
+    engine.zero_grad()
+    engine.empty_partition_cache()
+    engine.save_16bit_model(folder / f"of_stage{stage}")
+    written = torch.load(folder / f"of_stage{stage}" / "pytorch_model.bin")
+    state = engine.module_state_dict()
+    found.append(all(torch.equal(value, written[name]) for name, value in state.items()))
+    engine.destroy()
+    left = engine.module.state_dict()
+    found.append(all(torch.equal(value, left[name]) for name, value in state.items()))
+    return found
+
+
 def all_stages(folder):
     return {
+        "asked": [asked(stage, folder) for stage in range(4)],
         "values": [values(stage) for stage in range(4)],
         "written": [written_gradients(stage) for stage in range(4)],
         "plain": [plain_backward(stage) for stage in range(4)],

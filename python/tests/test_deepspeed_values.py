@@ -270,3 +270,8 @@ def test_an_engine_has_what_scripts_read():
         assert engine.module.body[0].weight.numel() > 0
     engine.destroy()
     assert engine.module.body[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_so_it_has_at_every_stage(ranks, stage):
+    assert [rank["asked"][stage] for rank in ranks[0]] == [[True] * 13] * 2
