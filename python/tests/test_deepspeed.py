@@ -299,9 +299,16 @@ def test_offloaded_states_change_no_bit(device, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_the_model_goes_to_a_file_and_back(tmp_path):
+def test_the_model_goes_to_a_file_and_back(tmp_path, monkeypatch):
     engine, *_ = poise.initialize(model=WithLoss(), config=config(bf16={"enabled": True}))
+    devices, whole = [], engine.engine.state_dict
+    monkeypatch.setattr(
+        engine.engine,
+        "state_dict",
+        lambda rank, device: devices.append(device) or whole(rank, device),
+    )
     engine.save_16bit_model(tmp_path / "out")
+    assert devices == ["cpu"]  # a file opens where there is no GPU
     state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert state["body.0.weight"].dtype == torch.bfloat16
     other, *_ = poise.initialize(model=WithLoss(seed=3), config=config(bf16={"enabled": True}))

@@ -385,10 +385,10 @@ class DeepSpeedEngine(WrappedModel):
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", **_: Any
     ) -> bool:
-        """The model's state_dict with whole tensors, as torch.save writes it; all ranks call."""
+        """The model's whole state_dict, on the CPU, as torch.save writes it; all ranks call."""
         if os.path.basename(save_filename) != save_filename:
             raise Error(f"[deepspeed] save_16bit_model: {save_filename!r} is no name of a file")
-        state = self.engine.state_dict(rank=0)
+        state = self.engine.state_dict(rank=0, device="cpu")
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(save_dir) / save_filename)
