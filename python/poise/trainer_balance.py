@@ -276,9 +276,8 @@ class Halving:
 
 def samples_in(batch: Any) -> int:
     """Rows of a batch's first tensor."""
-    first = next(
-        (t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0), None
-    )
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    first = next((t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
     return 1 if first is None else first.shape[0]
 
 

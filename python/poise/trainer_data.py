@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -117,9 +118,13 @@ def eval_share_of(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device; other values stay."""
+    """The batch with its tensors on the device; other values stay. What has a method for that uses
+    it: PackedSequence (whose sizes stay on the CPU), graphs, transformers' BatchEncoding."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        # A copy, since many move their tensors in place: the window's own stays where it is.
+        return (batch if isinstance(batch, tuple) else copy.copy(batch)).to(device)
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

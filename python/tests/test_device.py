@@ -1,11 +1,17 @@
-"""Which GPU a rank takes, as told by its launcher and by what it sees."""
+"""Which GPU a rank takes, as told by its launcher and by what it sees; and how a batch gets there."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import poise
 import pytest
 import torch
+import transformers
 from poise import ranks
+from poise.trainer_balance import samples_in
+from poise.trainer_data import to_device
+from torch.nn.utils.rnn import pack_sequence
 
 
 def on_machine(monkeypatch, gpus, local, size=4):
@@ -41,3 +47,53 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
 def test_without_gpus_it_is_the_cpu(monkeypatch):
     on_machine(monkeypatch, 0, 3)
     assert ranks.device() == torch.device("cpu")
+
+
+# Batches; the meta device stands for a GPU.
+
+META = torch.device("meta")
+
+
+class Graph:
+    """Moves itself, in place and whole, as graphs of torch_geometric do."""
+
+    def __init__(self):
+        self.x, self.name = torch.zeros(2), "graph"
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_tensors_of_a_batch_are_moved_wherever_they_are():
+    x = torch.zeros(2)
+    moved = to_device({"a": [x, "text", (x, 1)], "pair": Pair(x, "b")}, META)
+    assert type(moved) is dict and moved["pair"].name == "b"
+    tensors = [moved["a"][0], moved["a"][2][0], moved["pair"].x]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert moved["a"][1] == "text" and moved["a"][2][1] == 1
+
+
+def test_sizes_of_packed_sequences_stay_on_the_cpu():
+    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    (moved,) = to_device((packed,), META)
+    assert type(moved) is type(packed)
+    assert moved.data.is_meta and moved.batch_sizes.tolist() == [2, 2, 1]
+
+
+def test_what_can_move_itself_does_and_the_windows_own_stays():
+    graph = Graph()
+    moved = to_device([graph], META)[0]
+    assert moved.x.is_meta and moved.name == "graph" and not graph.x.is_meta
+
+
+def test_a_tokenizers_batch_keeps_its_type():
+    batch = transformers.BatchEncoding({"input_ids": torch.zeros(3, 2)})
+    moved = to_device(batch, META)
+    assert moved.input_ids.is_meta and not batch.input_ids.is_meta
+    assert samples_in(batch) == 3
