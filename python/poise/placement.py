@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import fake_trace, traced_model
-from poise._C import Error, PlanJob, PlanLink, PlanTraced, format_bytes, known_devices
+from poise import fake_trace, traced_model, utilization
+from poise._C import Error, PlanJob, PlanLink, PlanTraced, format_bytes
 from poise._C import plan_search as search
 from poise.engine import Engine
 
@@ -206,20 +206,12 @@ def _searched(job: PlanJob, place: Placement) -> Any:
 
 
 def _device_name(device: torch.device) -> str:
-    """The known device that this one is, by the words of its name and its memory."""
+    """The known device that this one is, or stands for it."""
     if device.type != "cuda":
         return "CPU"
     properties = torch.cuda.get_device_properties(device)
-    name = properties.name.upper().replace("-", " ")
-    alike = [
-        known
-        for known in known_devices()
-        if all(word in name for word in known["name"].upper().split("-")[:-1])
-    ]
-    if not alike:
-        return UNKNOWN_GPU
-    nearest = min(alike, key=lambda known: abs(known["memory"] - properties.total_memory))
-    return str(nearest["name"])
+    known = utilization.known_device(properties.name, properties.total_memory)
+    return UNKNOWN_GPU if known is None else str(known["name"])
 
 
 def _per_node(ranks: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 
 import poise
 import pytest
@@ -189,3 +190,17 @@ def test_ranks_find_a_stage_that_fits(ranks):
         assert of_rank["tight"]["loss"] == pytest.approx(of_rank["wide"]["loss"], rel=1e-5)
         assert of_rank["given"] == 0
     assert f"stage {ranks[0]['tight']['stage']}" in ranks[0]["tight"]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA RTX 5000 Ada Generation", placement.UNKNOWN_GPU),  # and not the CPU
+    ],
+)
+def test_a_gpu_is_planned_as_the_known_one_it_is_or_as_a_usual_one(driver, known, monkeypatch):
+    properties = types.SimpleNamespace(name=driver, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert placement._device_name(torch.device("cuda", 0)) == known
+    assert placement._device_name(torch.device("cpu")) == "CPU"
