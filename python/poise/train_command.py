@@ -121,7 +121,10 @@ class _Run:
             )
         seed_everything(settings["engine"]["seed"])
         made = imported.load(file.function, file.arguments, file.path.parent)
-        self._model = made.model.to(self._device)
+        zero, offload = settings["zero"], settings["offload"]
+        # The engine moves a model that it shards, unit by unit: it may be larger than a GPU.
+        waits = zero["stage"] == 3 or offload["parameters"] != "none"
+        self._model = made.model if waits else made.model.to(self._device)
         self._data = run_data.of_run(made, settings, self._accumulation, file.given)
         self._call = ModelCall(self._model, shift_labels=self._data.shift_labels)
         if self._balance_is_open:
@@ -130,7 +133,7 @@ class _Run:
             self._report.note(line)
         banner.warn_batch_norm(self._model, self._accumulation)
         if self._engine is None:
-            self._engine = Engine(self._model, file.config)
+            self._engine = Engine(self._model, file.config, device=self._device)
         self._model.train()
         state = RunState(settings, self._engine, self._data, self._report)
         state.resume()
@@ -149,7 +152,7 @@ class _Run:
         places = self._placements(sample)
         for place in places:
             settings["offload"]["optimizer"] = place.optimizer
-            self._engine = Engine(self._model, settings)
+            self._engine = Engine(self._model, settings, device=self._device)
             self._model.train()
             try:
                 self._found = self._balance_of(sample)

@@ -257,8 +257,9 @@ class Trainer(TrainerEvaluation):
 
     def _take(self, model: nn.Module) -> None:
 
-        # One without memory gets it from the engine, on the device of the group.
-        self.model = model if meta.is_meta(model) else model.to(self.args.device)
+        # One without memory gets it from the engine, and one that is cut into shards moves with it.
+        waits = meta.is_meta(model) or self.args.shards_parameters
+        self.model = model if waits else model.to(self.args.device)
         loss_func, smoothing = self._compute_loss_func, self.args.label_smoothing_factor
         if smoothing > 0 and loss_func is None:
             shifted = ModelCall(model, None, self._shift_labels).shift_labels
@@ -301,7 +302,8 @@ class Trainer(TrainerEvaluation):
     def _take_engine(self, config: dict[str, Any]) -> None:
         if self.engine is None:
             before = banner.types(self.model)
-            self.engine = Engine(self.model, config, self._units, self._group)
+            device = self.args.device
+            self.engine = Engine(self.model, config, self._units, self._group, device=device)
             self._note_types(before)
             self._made_from = _without_schedule(self.args.to_config(0))
         else:
@@ -516,6 +518,8 @@ class Trainer(TrainerEvaluation):
         """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
         if self.engine is not None:
             return self.engine.forward_scope()
+        if not meta.is_meta(self.model):
+            self.model.to(self.args.device)  # where it waited for an engine
         dtype = self.args.autocast_dtype
         return torch.autocast(
             self.args.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False

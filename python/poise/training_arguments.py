@@ -195,6 +195,11 @@ class TrainingArguments(_Arguments):
         raise AttributeError(f"TrainingArguments has no {name}")
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether the engine keeps the model in shards: then it moves the model to the device."""
+        return self.zero_stage == 3 or self.offload_parameters != "none"
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing is shown but errors: log_level="error" or "critical"."""
         return self.log_level in ("error", "critical")

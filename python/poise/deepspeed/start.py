@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def initialize(
     settings = read(_config_of(args, config, config_params), ranks.here().size)
     if ranks.here().rank == 0:
         settings.tell_notes()
-    model.to(device)
+    if not _shards_parameters(settings.engine):
+        model.to(device)
     optimizer = _optimizer(optimizer, model, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, optimizer, settings)
     limit = settings.engine["optimizer"]
@@ -72,9 +73,15 @@ def initialize(
     if training_data is not None:
         loader = _loader(training_data, settings, collate_fn)
     with torch_optimizer.left_out_frozen(model, optimizer):
-        engine = Engine(model, sections)
+        engine = Engine(model, sections, device=device)
         wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
     return wrapped, optimizer, wrapped.loader, scheduler
+
+
+def _shards_parameters(settings: Mapping[str, Any]) -> bool:
+    """Then the engine moves the model, unit by unit: it may be larger than a GPU."""
+    zero, offload = settings.get("zero", {}), settings.get("offload", {})
+    return zero.get("stage", 0) == 3 or offload.get("parameters", "none") != "none"
 
 
 def _config_of(args: Any, *given: Any) -> Any:
