@@ -208,6 +208,14 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
          " among its replicas; shard groups are contiguous blocks of ranks of one size, replica "
          "groups the ranks of equal place in them");
   }
+  if (config.offload.gradients != config::Offload::none && !all->device().is_cpu() &&
+      replica->size() > 1) {
+    fail("engine",
+         "offload.gradients is host on GPUs in shard groups, whose sums are joined over the groups "
+         "in "
+         "memory of the device only; leave it out, or let all ranks shard together "
+         "(zero.shard_group_size 0)");
+  }
   return ranks;
 }
 
