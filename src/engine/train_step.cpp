@@ -137,7 +137,13 @@ void Engine::Impl::sum_up() {
   }
   std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), 0};
   if (lost) row[Share::lost] = lost->dropped ? Share::kDropped : Share::kOutOfMemory;
+  const auto asked = engine::Clock::now();
   const auto squared = gradients.squared_norms().cpu();
+  if (!device.is_cpu()) {  // only now it has done what forward and backward have queued
+    const double waited = std::chrono::duration<double>(engine::Clock::now() - asked).count();
+    times.backward_seconds += waited;
+    times.update_seconds -= waited;
+  }
   const auto* norms = squared.const_data_ptr<double>();
   const bool first_replica = ranks.replica->rank() == 0;  // the others have the same sums
   for (std::size_t i = 0; i < table.entries().size() && first_replica; ++i) {
