@@ -15,12 +15,16 @@ class Snapshot:
     """All generators as they are now, to go back to: what an open window has drawn is drawn again."""
 
     def __init__(self) -> None:
-        self._own = own_texts()
+        numpy = sys.modules.get("numpy")
+        self._python = random.getstate()
+        self._numpy = None if numpy is None else numpy.random.get_state()
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
-        take_texts(self._own)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
