@@ -23,6 +23,7 @@ class _Ticket:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.sizes, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.device = tensor.device
         self.storage = weakref.ref(tensor.untyped_storage())
         self.offset = tensor.storage_offset()
         self.back: torch.Tensor | None = None
@@ -34,7 +35,9 @@ class _Ticket:
         return self.storage() is tensor.untyped_storage() and same == mine
 
     def fetch(self) -> None:
-        self.back = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype)
+        self.back = torch.empty_strided(
+            self.sizes, self.strides, dtype=self.dtype, device=self.device
+        )
 
 
 class Offload:

@@ -30,6 +30,7 @@ from poise.fake_offload import Offload
 from poise.trace import Link, Marks
 
 LossOf = Callable[[Any], torch.Tensor]
+CPU = torch.device("cpu")
 
 
 class Untraceable(Error):
@@ -66,6 +67,7 @@ def trace(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     away: bool = False,
+    device: torch.device = CPU,
 ) -> Traced:
     """Traces one forward and backward.
 
@@ -78,6 +80,8 @@ def trace(
       dtype: of floating parameters and inputs; None: their own.
       autocast: dtype of an autocast around forward; None: none.
       away: whether what forward saves lies elsewhere until backward (poise.fake_offload).
+      device: that the tensors say they are on, for models that name it, and for the kernels that torch
+        chooses there; one of this machine.
 
     Raises:
       Untraceable: where the model looks at values, or an operation has no fake form.
@@ -86,10 +90,10 @@ def trace(
     again = modules if recomputed else []
     made = None
     if len(modules) > 1:
-        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away)
+        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away, device)
     if made is None:  # the blocks did not run one after the other
         modules = []
-        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away)
+        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away, device)
     assert made is not None
     marks, counted = made
     names = (
@@ -121,19 +125,20 @@ def _trace(
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
     away: bool,
+    device: torch.device,
 ) -> tuple[list[Link], list[_Count]] | None:
-    whole = _Whole(model, loss_of, autocast)
+    whole = _Whole(model, loss_of, autocast, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     was_training = model.training
     model.train()
     try:
         with mode:
-            state = {name: _fake(tensor, dtype) for name, tensor in _tensors(whole)}
+            state = {name: _fake(tensor, dtype, device) for name, tensor in _tensors(whole)}
             for tensor in state.values():
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     tensor.register_post_accumulate_grad_hook(_taken)
-            inputs = tree_map(lambda leaf: _fake(leaf, dtype), batch)
+            inputs = tree_map(lambda leaf: _fake(leaf, dtype, device), batch)
         for tensor in tree_leaves([state, inputs]):
             if isinstance(tensor, torch.Tensor):
                 counter.known(tensor)
@@ -163,14 +168,21 @@ def _trace(
 class _Whole(nn.Module):
     """Forward and backward as a module, so that its model's parameters are replaced in both."""
 
-    def __init__(self, model: nn.Module, loss_of: LossOf, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: LossOf,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        self.model, self._loss_of, self._autocast = model, loss_of, autocast
+        self.model, self._loss_of = model, loss_of
+        self._autocast, self._device = autocast, device.type
 
     def forward(self, batch: Any, marks: Marks) -> None:
         enabled = self._autocast is not None
         marks.start()
-        with torch.autocast("cpu", self._autocast, enabled=enabled, cache_enabled=False):
+        with torch.autocast(self._device, self._autocast, enabled=enabled, cache_enabled=False):
             loss = self._loss_of(batch)
         marks.end_forward()
         loss.backward()
@@ -183,11 +195,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _fake(leaf: Any, dtype: torch.dtype | None) -> Any:
+def _fake(leaf: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     kept = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=kept, device="cpu")
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=kept, device=device)
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(made, requires_grad=leaf.requires_grad)
     return made

@@ -166,7 +166,9 @@ def _planned(
 ) -> list[Placement]:
     mine = max(1, task.global_batch // task.ranks)
     sizes = [task.micro_batch] if task.micro_batch else sorted({1, min(4, mine), mine})
-    traced = traced_model.by_fake_tensors(model, sample, loss_of, blocks, task.precision, sizes)
+    traced = traced_model.by_fake_tensors(
+        model, sample, loss_of, blocks, task.precision, sizes, device=task.device
+    )
     job = task.job()
     job.budget = int(SURE_SHARE * task.budget)
     job.trace(type(model).__name__, traced)

@@ -246,8 +246,17 @@ def plan(
         rows = traced_model.rows_of(sample)
         job.micro_batch = traced_model.kept_micro_batch(mine, rows, notes)
     sizes = traced_model.sizes_of(mine, job.micro_batch or None)
+    own = model_view.device_of(model)  # the loss's, too
     traced, how = traced_model.traced(
-        model, sample, loss_fn, blocks, precision, sizes, notes, away=offload is not None
+        model,
+        sample,
+        loss_fn,
+        blocks,
+        precision,
+        sizes,
+        notes,
+        away=offload is not None,
+        device=own if own.type == "cuda" else fake_trace.CPU,
     )
     if offload is not None and how != "fake tensors":
         job.may_offload([there for there in _offloads(offload) if there[3] == "none"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Mapping
@@ -39,11 +40,14 @@ def traced(
     notes: list[str],
     *,
     away: bool = False,
+    device: torch.device = fake_trace.CPU,
 ) -> tuple[PlanTraced, str]:
     """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too."""
     loss_of = loss_fn or _loss_of(model)
     try:
-        chain = by_fake_tensors(model, sample, loss_of, blocks, precision, sizes, away=away)
+        chain = by_fake_tensors(
+            model, sample, loss_of, blocks, precision, sizes, away=away, device=device
+        )
         return chain, "fake tensors"
     except fake_trace.Untraceable as error:
         notes.append(f"{error}; a copy of it was run on real samples instead")
@@ -61,12 +65,18 @@ def by_fake_tensors(
     sizes: list[int],
     *,
     away: bool = False,
+    device: torch.device = fake_trace.CPU,
 ) -> PlanTraced:
-    """The model at so many samples, without memory. Raises fake_trace.Untraceable."""
+    """The model at so many samples, without memory. Raises fake_trace.Untraceable.
+
+    device: where model and loss believe to be; where they name another one, that of this machine.
+    """
     dtype = torch.bfloat16 if precision == "bf16" else None
     autocast = torch.bfloat16 if precision == "bf16-autocast" else None
 
-    def run(size: int, *, recomputed: bool = False, away: bool = False) -> Traced:
+    def run(
+        where: torch.device, size: int, *, recomputed: bool = False, away: bool = False
+    ) -> Traced:
         return fake_trace.trace(
             model,
             loss_of,
@@ -76,11 +86,28 @@ def by_fake_tensors(
             dtype=dtype,
             autocast=autocast,
             away=away,
+            device=where,
         )
 
-    runs = {(size, again): run(size, recomputed=again) for size in sizes for again in (False, True)}
-    sent = {size: run(size, away=True) for size in sizes} if away else {}
-    return _chain(model, blocks, sizes, runs, sent)
+    def chain(where: torch.device) -> PlanTraced:
+        both = [(size, again) for size in sizes for again in (False, True)]
+        runs = {(size, again): run(where, size, recomputed=again) for size, again in both}
+        sent = {size: run(where, size, away=True) for size in sizes} if away else {}
+        return _chain(model, blocks, sizes, runs, sent)
+
+    try:
+        return chain(device)
+    except fake_trace.Untraceable as error:
+        if torch.cuda.is_available():
+            with contextlib.suppress(fake_trace.Untraceable):
+                return chain(_other(device))
+        raise error
+
+
+def _other(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        return fake_trace.CPU
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _chain(

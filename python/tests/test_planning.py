@@ -227,6 +227,27 @@ def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(caplog):
         )
 
 
+@pytest.mark.parametrize("model_on", ["cpu", "cuda"])
+def test_a_model_that_names_its_device_is_traced_there(model_on, monkeypatch):
+    """As on a machine with a GPU, which the tracer is told and stands in for here."""
+    tried, trace = [], fake_trace.trace
+
+    def traced(*args, device, **kwargs):
+        tried.append(device.type)
+        if device.type == "cpu":
+            raise fake_trace.Untraceable("tensors on cuda and cpu")
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(fake_trace, "trace", traced)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(planning.model_view, "device_of", lambda model: torch.device(model_on, 0))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    answer = poise.plan(model, torch.zeros(4, 3), global_batch_size=4)
+    assert answer.traced_by == "fake tensors"
+    assert tried[0] == model_on and set(tried[1:]) == {"cuda"}
+
+
 def test_batch_norm_keeps_the_micro_batch():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     images = torch.randn(4, 3, 16, 16)
