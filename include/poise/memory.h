@@ -43,8 +43,8 @@ class POISE_API Ledger {
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
-  // Counts this device's memory instead of the CPU's; before anything is counted. Throws Error
-  // where there is no such GPU, or where its allocator is not torch's own.
+  // Counts this device's memory instead of the CPU's; before anything is counted. Where a GPU's
+  // allocator is not torch's own nothing is counted, which is said once. Throws Error: no such GPU.
   void set_device(c10::Device device);
 
   Snapshot snapshot() const;

@@ -10,7 +10,8 @@
 namespace poise::memory {
 
 // From now on its allocations go to the ledger of their thread's scope, or of AutogradScope, where
-// that counts this device. Throws Error.
+// that counts this device. An allocator that is not torch's own tells nothing, which is said once.
+// Throws Error: no such GPU.
 void watch_gpu_allocations(c10::Device device);
 
 // The most that torch's allocator may take from the device; 0: all of it. Throws Error.
