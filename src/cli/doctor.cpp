@@ -53,6 +53,13 @@ void versions(std::ostream& out) {
                                     : "; offload to files goes by threads, which is slower"));
 }
 
+void first_gpu(std::ostream& out) {
+  line(out, "GPU",
+       format("the first has %.1f GiB; copies %.0f GB/s, from pinned memory of the host %.1f GB/s",
+              static_cast<double>(gpu_memory()) / (1 << 30), gpu_copy_rate() / 1e9,
+              host_rate() / 1e9));
+}
+
 // 16-bit matrices, and what to do about them.
 void matrices(std::ostream& out) {
   const double fp32 = product_seconds(at::kFloat);
@@ -102,6 +109,7 @@ void doctor(std::ostream& out) {
   line(text, "memory",
        format("copies %.1f GB/s with 1 thread, %.1f GB/s with %d", copy_rate(1),
               copy_rate(at::get_num_threads()), at::get_num_threads()));
+  if (!group->device().is_cpu() && group->rank() == 0) first_gpu(text);
   matrices(text);
   ranks(text, group);
 }

@@ -139,9 +139,13 @@ DeviceRates measure_gpu() {
   rates.half_flops = 1 / half.slope;
   rates.float_flops = 1 / training_line(policy, on.dtype(at::kFloat)).slope;
   rates.overhead = half.overhead;
-  const auto from = at::zeros({kCopied}, on);
-  rates.memory_rate = 2 * rate_of_copy(at::zeros({kCopied}, on), from, kGpu);
+  rates.memory_rate = gpu_copy_rate();
   return rates;
+}
+
+double gpu_copy_rate() {
+  const at::TensorOptions on(kGpu);
+  return 2 * rate_of_copy(at::zeros({kCopied}, on), at::zeros({kCopied}, on), kGpu);
 }
 
 double host_rate() {

@@ -26,6 +26,8 @@ struct DeviceRates {
 DeviceRates measure_cpu();  // half_flops by the ratio of bf16 matrix products
 // The first GPU, in fp16 and fp32; throws Error where torch sees none.
 DeviceRates measure_gpu();
+// Bytes a second that a copy in memory of the first GPU reads and writes.
+double gpu_copy_rate();
 // Bytes a second from pinned memory of the host to the first GPU, and from it to the second; the
 // latter 0 where there is one.
 double host_rate();
