@@ -160,7 +160,7 @@ TABLE: tuple[Field, ...] = (
         ("bf16_full_eval", False),
         ("fp16_full_eval", False),
     ),
-    *_noted("set torch.set_float32_matmul_precision", "tf32", loud=True),
+    *_mapped("of torch's matrix products and convolutions, for the process", "tf32"),
     *_noted(
         "there is one way to autocast",
         ("half_precision_backend", "auto"),
@@ -219,7 +219,10 @@ TABLE: tuple[Field, ...] = (
         "batches come in order", ("dataloader_in_order", True), "dataloader_multiprocessing_context"
     ),
     *_noted("of group_by_length", ("length_column_name", "length")),
-    *_noted("on the CPU runs are the same to the bit; seeds are set", ("full_determinism", False)),
+    *_mapped(
+        "torch's deterministic kernels, for the process; on the CPU runs are the same to the bit anyway",
+        "full_determinism",
+    ),
     # Ranks.
     *_noted("a parameter that gets no gradient counts as zero", "ddp_find_unused_parameters"),
     *_noted(

@@ -22,6 +22,7 @@ from poise import (
     model_choice,
     model_view,
     placement,
+    process_settings,
     ranks,
     torch_optimizer,
     trackers,
@@ -131,6 +132,7 @@ class Trainer(TrainerEvaluation):
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = tuple(optimizers)
         self._group = ranks.join(self.args.device, self.args.ddp_backend, self.args.ddp_timeout)
+        process_settings.apply(self.args.full_determinism, self.args.tf32, self.args.device)
         self.args = automatic_budget.settled(self.args, self._group)
         self.data_collator = data_collator
         self.train_dataset = train_dataset

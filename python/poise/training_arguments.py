@@ -78,6 +78,7 @@ class _Arguments:
     # Precision: fp32 parameters, a forward under autocast.
     bf16: bool = False
     fp16: bool = False
+    tf32: bool | None = None  # fp32 products of GPUs since Ampere; None: as torch has it
     on_nonfinite: str = "stop"  # or "skip": a non-finite loss (or gradient, outside fp16)
 
     # Memory.
@@ -136,6 +137,7 @@ class _Arguments:
     # Data and randomness.
     seed: int = 42
     data_seed: int | None = None  # None: seed
+    full_determinism: bool = False  # kernels that give the same bits every time, on a GPU too
     dataloader_drop_last: bool = False
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True

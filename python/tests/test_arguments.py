@@ -24,6 +24,8 @@ DEFAULTS = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "max_grad_norm": 1.0,
+    "tf32": None,
+    "full_determinism": False,
     "optim": "adamw_torch_fused",
     "lr_scheduler_type": "linear",
     "lr_scheduler_kwargs": None,
