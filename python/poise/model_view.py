@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -54,6 +55,12 @@ def device_of(model: nn.Module) -> torch.device:
     """Of the first parameter; the CPU where there is none."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def moved_to(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model there. One that is there already is not asked to: quantized ones refuse to move."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return model if all(t.device == device for t in tensors) else model.to(device)
 
 
 def named_buffers(model: nn.Module) -> NamedTensors:

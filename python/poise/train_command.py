@@ -94,7 +94,7 @@ class _Run:
         self._signals = signals
         self._accumulation = accumulation
         self._balance_is_open, self._found = balance_is_open, None
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = ranks.device()
         self._engine: Engine | None = None
         self._state: RunState | None = None
 
@@ -124,7 +124,7 @@ class _Run:
         zero, offload = settings["zero"], settings["offload"]
         # The engine moves a model that it shards, unit by unit: it may be larger than a GPU.
         waits = zero["stage"] == 3 or offload["parameters"] != "none"
-        self._model = made.model if waits else made.model.to(self._device)
+        self._model = made.model if waits else model_view.moved_to(made.model, self._device)
         self._data = run_data.of_run(made, settings, self._accumulation, file.given)
         self._call = ModelCall(self._model, shift_labels=self._data.shift_labels)
         if self._balance_is_open:

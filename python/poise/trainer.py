@@ -261,7 +261,7 @@ class Trainer(TrainerEvaluation):
 
         # One without memory gets it from the engine, and one that is cut into shards moves with it.
         waits = meta.is_meta(model) or self.args.shards_parameters
-        self.model = model if waits else model.to(self.args.device)
+        self.model = model if waits else model_view.moved_to(model, self.args.device)
         loss_func, smoothing = self._compute_loss_func, self.args.label_smoothing_factor
         if smoothing > 0 and loss_func is None:
             shifted = ModelCall(model, None, self._shift_labels).shift_labels
@@ -521,7 +521,7 @@ class Trainer(TrainerEvaluation):
         if self.engine is not None:
             return self.engine.forward_scope()
         if not meta.is_meta(self.model):
-            self.model.to(self.args.device)  # where it waited for an engine
+            model_view.moved_to(self.model, self.args.device)  # where it waited for an engine
         dtype = self.args.autocast_dtype
         return torch.autocast(
             self.args.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False

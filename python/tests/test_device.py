@@ -8,9 +8,10 @@ import poise
 import pytest
 import torch
 import transformers
-from poise import ranks
+from poise import model_view, ranks
 from poise.trainer_balance import samples_in
 from poise.trainer_data import to_device
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 
@@ -47,6 +48,22 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
 def test_without_gpus_it_is_the_cpu(monkeypatch):
     on_machine(monkeypatch, 0, 3)
     assert ranks.device() == torch.device("cpu")
+
+
+class Quantized(nn.Linear):
+    """Refuses to move, as models of bitsandbytes do."""
+
+    def to(self, *args, **kwargs):
+        raise ValueError("`.to` is not supported for 4-bit models")
+
+
+def test_a_model_that_is_there_already_is_not_moved(tmp_path):
+    model = Quantized(3, 1)
+    assert model_view.moved_to(model, torch.device("cpu")) is model
+    with pytest.raises(ValueError, match="not supported for 4-bit"):
+        model_view.moved_to(model, torch.device("meta"))
+    args = poise.TrainingArguments(str(tmp_path), use_cpu=True)
+    assert poise.Trainer(model, args).model is model
 
 
 # Batches; the meta device stands for a GPU.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from poise import ranks, torch_optimizer, torch_settings
+from poise import model_view, ranks, torch_optimizer, torch_settings
 from poise._C import Error
 from poise.deepspeed import launch, optimizers, schedules
 from poise.deepspeed.config import Settings, read
@@ -64,7 +64,7 @@ def initialize(
     if ranks.here().rank == 0:
         settings.tell_notes()
     if not _shards_parameters(settings.engine):
-        model.to(device)
+        model_view.moved_to(model, device)
     optimizer = _optimizer(optimizer, model, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, optimizer, settings)
     limit = settings.engine["optimizer"]
