@@ -131,8 +131,9 @@ class Trainer(TrainerEvaluation):
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.optimizer, self.lr_scheduler = optimizers
         self._given_optimizers = tuple(optimizers)
-        self._group = ranks.join(self.args.device, self.args.ddp_backend, self.args.ddp_timeout)
-        process_settings.apply(self.args.full_determinism, self.args.tf32, self.args.device)
+        self._device = self.args.device
+        self._group = ranks.join(self._device, self.args.ddp_backend, self.args.ddp_timeout)
+        process_settings.apply(self.args.full_determinism, self.args.tf32, self._device)
         self.args = automatic_budget.settled(self.args, self._group)
         self.data_collator = data_collator
         self.train_dataset = train_dataset
@@ -155,7 +156,7 @@ class Trainer(TrainerEvaluation):
         self._forward_of_step = contextlib.ExitStack()
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
-        self.accelerator = AcceleratorView(self._group, self.args.device, self._backward)
+        self.accelerator = AcceleratorView(self._group, self._device, self._backward)
         self._event("on_init_end")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
@@ -258,10 +259,9 @@ class Trainer(TrainerEvaluation):
         )
 
     def _take(self, model: nn.Module) -> None:
-
         # One without memory gets it from the engine, and one that is cut into shards moves with it.
         waits = meta.is_meta(model) or self.args.shards_parameters
-        self.model = model if waits else model_view.moved_to(model, self.args.device)
+        self.model = model if waits else model_view.moved_to(model, self._device)
         loss_func, smoothing = self._compute_loss_func, self.args.label_smoothing_factor
         if smoothing > 0 and loss_func is None:
             shifted = ModelCall(model, None, self._shift_labels).shift_labels
@@ -279,6 +279,8 @@ class Trainer(TrainerEvaluation):
             self._loss_of = ChunkedHead(self.model, self._call, self.args.loss_chunk_tokens)
         if self._overrides("compute_loss"):
             self._loss_of = self._given_loss
+        own = loss_func is None and not self._overrides("compute_loss")
+        self._numbers = wrong_batch.Numbers(model, self.label_names, makes_loss=own)
 
     def _goes_on(self, updates: int) -> bool:
         """Whether a run of so many updates trains on with the last one's engine."""
@@ -304,8 +306,7 @@ class Trainer(TrainerEvaluation):
     def _take_engine(self, config: dict[str, Any]) -> None:
         if self.engine is None:
             before = banner.types(self.model)
-            device = self.args.device
-            self.engine = Engine(self.model, config, self._units, self._group, device=device)
+            self.engine = Engine(self.model, config, self._units, self._group, device=self._device)
             self._note_types(before)
             self._made_from = _without_schedule(self.args.to_config(0))
         else:
@@ -497,14 +498,19 @@ class Trainer(TrainerEvaluation):
         }
 
     def _loss(self, batch: Any) -> Loss:
-        return self._loss_of(trainer_data.to_device(batch, self.args.device))
+        return self._loss_of(self._on_device(batch))
+
+    def _on_device(self, batch: Any) -> Any:
+        if self._device.type == "cuda":
+            self._numbers.check(batch)
+        return trainer_data.to_device(batch, self._device)
 
     def _whole_loss(self, batch: Any) -> Loss:
         loss = self._loss(batch)
         return whole(loss) if loss.terms else loss
 
     def _training_step(self, batch: Any) -> torch.Tensor:
-        batch = trainer_data.to_device(batch, self.args.device)
+        batch = self._on_device(batch)
         self._backward_count = self._call.count(batch)
         with self._forward_of_step:  # up to its backward: whatever a subclass runs is a forward
             if self._overrides("training_step"):
@@ -521,10 +527,10 @@ class Trainer(TrainerEvaluation):
         if self.engine is not None:
             return self.engine.forward_scope()
         if not meta.is_meta(self.model):
-            model_view.moved_to(self.model, self.args.device)  # where it waited for an engine
+            model_view.moved_to(self.model, self._device)  # where it waited for an engine
         dtype = self.args.autocast_dtype
         return torch.autocast(
-            self.args.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
+            self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
         )
 
     def _evaluate_and_log(self, log: RunLog) -> None:

@@ -70,7 +70,7 @@ class TrainerEvaluation(TrainerHooks):
         self, loader: Any, prefix: str, with_loss: bool, ignore_keys: list[str] | None
     ) -> PredictionOutput:
         def call(batch: Any) -> tuple[Loss | None, Any, Any]:
-            answer = self._outputs_of(trainer_data.to_device(batch, self.args.device), with_loss)
+            answer = self._outputs_of(self._on_device(batch), with_loss)
             self._event("on_prediction_step")
             return answer
 

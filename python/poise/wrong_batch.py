@@ -1,7 +1,7 @@
 """What of a batch a model could not take: torch's error with the entry's name, type, shape and values.
 
 Looked for after torch's own error, so that a run costs nothing; only types, which the host knows, are looked
-at before.
+at before, and on the way to a GPU numbers, since no process uses it any more that sent it a wrong one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ _WRONG_TYPE = re.compile(
 _WRONG_SHAPE = re.compile(
     r"match target batch_size|Target size|must match the size of tensor|target should|"
     r"Expected target size|multi-target not supported"
+)
+# Of transformers: their loss chooses one of the words or classes that the configuration counts.
+_CHOOSING_HEADS = (
+    "ForCausalLM",
+    "LMHead",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageClassification",
 )
 _OUT_OF_RANGE = re.compile(r"out of bounds|out of range")
 
@@ -106,26 +115,74 @@ def _reason(model: nn.Module, batch: Any, names: Sequence[str], said: str) -> st
     return ""
 
 
-def _out_of_range(model: nn.Module, batch: Any, names: Sequence[str]) -> str:
-    """The number that a model of transformers has no class or word for; of others what there is."""
-    config = getattr(getattr(model, "_orig_mod", model), "config", None)
+class Numbers:
+    """Looks at a batch on its way to a GPU, which a number out of range would end for the process: of a
+    model of transformers its tokens, and the labels that it makes its loss of."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], *, makes_loss: bool) -> None:
+        plain = getattr(model, "_orig_mod", model)
+        self._model, self._names = model, names
+        embedding = None
+        with contextlib.suppress(AttributeError, NotImplementedError):  # of models without words
+            embedding = plain.get_input_embeddings()
+        # What a model has, whatever its configuration says: rows may have been added.
+        self._words = getattr(embedding, "num_embeddings", None)
+        kind, config = type(plain).__name__, getattr(plain, "config", None)
+        chooses = getattr(config, "problem_type", None) in (None, "single_label_classification")
+        chooses = chooses and getattr(config, "num_labels", None) != 1  # that makes a regression
+        self._looks_at_labels = (
+            makes_loss and chooses and any(head in kind for head in _CHOOSING_HEADS)
+        )
+
+    def check(self, batch: Any) -> None:
+        """Raises Error with the first wrong number. What is on a GPU already is not looked at."""
+        found = []
+        if isinstance(batch, Mapping) and self._words:
+            found.append(("input_ids", batch.get("input_ids"), self._words))
+        if self._looks_at_labels:
+            found += [one for one in _known(self._model, batch, self._names) if one[0] == "labels"]
+        on_host = [one for one in found if getattr(one[1], "is_cpu", False)]
+        if reason := _first_wrong(on_host):
+            raise Error(f"[trainer] {reason}")
+
+
+def _known(
+    model: nn.Module, batch: Any, names: Sequence[str]
+) -> list[tuple[str, torch.Tensor | None, int | None]]:
+    """(name, numbers, how many a model of transformers knows) of tokens and labels."""
+    plain = getattr(model, "_orig_mod", model)
+    config = getattr(plain, "config", None)
     words, classes = (getattr(config, name, None) for name in ("vocab_size", "num_labels"))
     labels, ids = counted_in(batch, names), None
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
     # One label a sample is a class, one a token is a word or a class of words.
-    is_class = labels is not None and (labels.dim() == 1 or not words)
-    known = (("input_ids", ids, words), ("labels", labels, classes if is_class else words))
+    of_tokens = "TokenClassification" in type(plain).__name__
+    is_class = labels is not None and (labels.dim() == 1 or of_tokens or not words)
+    return [("input_ids", ids, words), ("labels", labels, classes if is_class else words)]
+
+
+def _first_wrong(known: Sequence[tuple[str, torch.Tensor | None, int | None]]) -> str:
     for name, values, count in known:
         if not isinstance(values, torch.Tensor) or values.is_floating_point() or not count:
             continue
-        wrong = values[(values >= count) | ((values < 0) & (values != -100))]
+        # In labels -100 is what is not counted.
+        wrong = values[(values >= count) | ((values < 0) & ((values != -100) | (name != "labels")))]
         if wrong.numel() > 0:
             return f"{name} have {int(wrong[0])}, and the model knows 0 to {count - 1}" + (
                 " (-100: not counted)" if name == "labels" else ""
             )
-    if words or classes:
+    return ""
+
+
+def _out_of_range(model: nn.Module, batch: Any, names: Sequence[str]) -> str:
+    """The number that a model of transformers has no class or word for; of others what there is."""
+    known = _known(model, batch, names)
+    if reason := _first_wrong(known):
+        return reason
+    if any(count for _, _, count in known):
         return ""
+    labels = counted_in(batch, names)
     entries = [*_inputs(batch, names), *([("labels", labels)] if labels is not None else [])]
     spans = [
         f"{name} has {int(v.min())} to {int(v.max())}"

@@ -222,3 +222,44 @@ class Tokenizer:
 def test_labels_that_a_tokenizer_does_not_pad_are_named(tmp_path):
     with pytest.raises(poise.Error, match="'labels' has samples of .*DataCollatorForSeq2Seq"):
         train(tmp_path, made("gpt2"), ragged(list), processing_class=Tokenizer())
+
+
+# On the way to a GPU.
+
+
+def check(model, batch, makes_loss=True):
+    wrong_batch.Numbers(model, ("labels",), makes_loss=makes_loss).check(batch)
+
+
+def test_numbers_that_a_gpu_would_end_for_are_named_before():
+    gpt, ids = made("gpt2"), torch.arange(6).reshape(2, 3)
+    labels = torch.tensor([[-100, 1, VOCABULARY - 1]])
+    check(gpt, {"input_ids": ids, "labels": labels})
+    last = VOCABULARY - 1
+    for name, wrong in [
+        ("input_ids", VOCABULARY),
+        ("input_ids", -100),
+        ("labels", VOCABULARY),
+        ("labels", -1),
+    ]:
+        batch = {"input_ids": ids, "labels": labels, name: torch.tensor([[0, wrong]])}
+        words = rf"\[trainer\] {name} have {wrong}, and the model knows 0 to {last}"
+        with pytest.raises(poise.Error, match=words):
+            check(gpt, batch)
+    bert = made("bert")
+    check(bert, {"input_ids": ids, "labels": torch.tensor([0, bert.config.num_labels - 1])})
+    with pytest.raises(poise.Error, match=f"labels have {bert.config.num_labels}"):
+        check(bert, {"input_ids": ids, "labels": torch.tensor([0, bert.config.num_labels])})
+
+
+def test_what_a_model_may_mean_otherwise_is_not_looked_at():
+    ids, wrong = torch.arange(6).reshape(2, 3), torch.tensor([[0, 1000]])
+    gpt = made("gpt2")
+    check(gpt, {"input_ids": ids, "labels": wrong}, makes_loss=False)  # a loss of one's own
+    check(gpt, {"input_ids": ids.to("meta"), "labels": wrong.to("meta")})  # on a GPU already
+    check(gpt, (wrong, wrong), makes_loss=False)
+    check(tiny(), {"input_ids": wrong, "labels": wrong})  # a model of one's own
+    gpt.resize_token_embeddings(1001)
+    gpt.config.vocab_size = VOCABULARY  # which is not what decides
+    check(gpt, {"input_ids": wrong})
+    check(regression(), {"input_ids": ids, "labels": torch.tensor([7.0, 9.0])})
