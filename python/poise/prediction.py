@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import nn
 
+from poise import ranks
 from poise._C import Error, Group
 from poise.eval_share import Uncounted, in_order
 from poise.evaluation import MeanLoss, Scope, eval_mode
@@ -101,7 +102,7 @@ def predict(
 def _join_ranks(group: Group, mean: MeanLoss, *arrays: _Arrays) -> None:
     """What every rank has of its batches becomes what all have of all."""
     mine = pickle.dumps([mean.rows, *(entry.parts for entry in arrays)])
-    of_ranks = [pickle.loads(data) for data in group.all_gather_bytes(mine, "predictions")]
+    of_ranks = [pickle.loads(data) for data in ranks.all_bytes(group, mine, "predictions")]
     mean.rows, *parts = (in_order(list(lists)) for lists in zip(*of_ranks, strict=True))
     for entry, whole in zip(arrays, parts, strict=True):
         entry.parts = whole

@@ -142,3 +142,14 @@ def any_of(group: Group, flags: list[bool]) -> list[bool]:
         return flags
     rows = group.all_gather_text("".join("01"[flag] for flag in flags), "what callbacks ask for")
     return [any(row[i] == "1" for row in rows) for i in range(len(flags))]
+
+
+def all_bytes(group: Group, mine: bytes, what: str, most: int = 1 << 24) -> list[bytes]:
+    """What each rank gives, in rounds of no more than `most` bytes a rank: over NCCL they pass through
+    memory of every GPU, all ranks' at once."""
+    longest = max(map(int, group.all_gather_text(str(len(mine)), what)))
+    rounds = [
+        group.all_gather_bytes(mine[begin : begin + most], what)
+        for begin in range(0, max(1, longest), most)
+    ]
+    return [b"".join(parts) for parts in zip(*rounds, strict=True)]

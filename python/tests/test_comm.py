@@ -216,3 +216,24 @@ def test_what_cannot_be_wrapped(monkeypatch):
         assert (group.size, group.backend) == (1, "gloo")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_bytes_of_any_length_are_exchanged_in_rounds():
+    body = (
+        _GROUP
+        + """
+sizes = []
+class Counting:
+    all_gather_text = group.all_gather_text
+    def all_gather_bytes(self, data, what):
+        sizes.append(len(data))
+        return group.all_gather_bytes(data, what)
+for lengths, rounds in (((5, 9), [[4, 1, 0], [4, 4, 1]]), ((0, 0), [[0], [0]]), ((4, 0), [[4], [0]])):
+    data = [bytes(range(length)) for length in lengths]
+    sizes.clear()
+    assert poise.ranks.all_bytes(Counting(), data[rank], "bytes", most=4) == data
+    assert sizes == rounds[rank], sizes
+print("exchanged")
+"""
+    )
+    assert all("exchanged" in output for output in finish(start(body)))
