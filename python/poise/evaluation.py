@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from poise.eval_share import Uncounted, in_order
 from poise.loss import Loss
 
 Scope = Callable[[], contextlib.AbstractContextManager]
+READ_AT_ONCE = 256  # batches
 
 
 def evaluate(
@@ -66,28 +68,50 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 class MeanLoss:
     """The mean over the counted tokens of many batches, and how fast they went.
 
-    Attributes:
-      rows: of each batch the sum of its losses and its count, and those of further terms.
+    What is on a GPU stays there for some batches, so that the host does not wait for each.
     """
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
-        self.rows: list[tuple[float, ...]] = []
+        self._rows: list[tuple[float, ...]] = []
+        self._unread: list[list[_Sum]] = []
+
+    @property
+    def rows(self) -> list[tuple[float, ...]]:
+        """Of each batch the sum of its losses and its count, and those of further terms."""
+        self._read()
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: list[tuple[float, ...]]) -> None:
+        self._rows, self._unread = rows, []
 
     def add(self, loss: Loss) -> None:
         """A fully masked batch has a mean of NaN and counts for nothing."""
         count = (
             loss.value.numel() if loss.kind == "per_token" and loss.count is None else loss.count
         )
-        count = 1.0 if count is None else float(count)
-        row = (0.0, 0.0)
-        if count > 0:
-            value = float(loss.value.double().sum())
-            row = (value * count if loss.kind == "mean" else value, count)
-        for term in loss.terms:  # means with counts of their own
-            count = float(term.count)
-            row += (float(term.value.double()) * term.weight * count if count else 0.0, count)
-        self.rows.append(row)
+        count = 1.0 if count is None else count
+        whole = _Sum(loss.value.double().sum(), count, 1.0, is_mean=loss.kind == "mean")
+        terms = [  # means with counts of their own
+            _Sum(term.value.double().reshape(()), term.count, term.weight, is_mean=True)
+            for term in loss.terms
+        ]
+        self._unread.append([whole, *terms])
+        if len(self._unread) >= READ_AT_ONCE:
+            self._read()
+
+    def _read(self) -> None:
+        sums = [one for batch in self._unread for one in batch]
+        values = iter(_numbers([one.value for one in sums]))
+        counts = iter(_numbers([one.count for one in sums]))
+        for batch in self._unread:
+            row: tuple[float, ...] = ()
+            for one in batch:
+                value, count = next(values), next(counts)
+                row += one.of(value, count) if count > 0 else (0.0, 0.0)
+            self._rows.append(row)
+        self._unread = []
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """By name; raises Error where nothing was counted."""
@@ -111,3 +135,29 @@ class MeanLoss:
 
     def seconds(self) -> float:
         return time.perf_counter() - self._begin
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """A loss or a term of it, not read yet."""
+
+    value: torch.Tensor
+    count: Any
+    weight: float
+    is_mean: bool
+
+    def of(self, value: float, count: float) -> tuple[float, float]:
+        return (value * self.weight * count if self.is_mean else value), count
+
+
+def _numbers(given: list[Any]) -> list[float]:
+    """Of numbers and tensors of one; each device is waited for once."""
+    on = {value.device for value in given if isinstance(value, torch.Tensor)}
+    read: dict[int, float] = {}
+    for device in on:
+        there = [
+            i for i, v in enumerate(given) if isinstance(v, torch.Tensor) and v.device == device
+        ]
+        found = torch.stack([given[i].detach().double().reshape(()) for i in there]).tolist()
+        read |= dict(zip(there, found, strict=True))
+    return [read[i] if i in read else float(value) for i, value in enumerate(given)]
