@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 _POLL_SECONDS = 0.2  # how soon a full queue notices that nobody wants more
 _JOIN_SECONDS = 30  # longest wait for an item that is being read when it is told to stop
 
@@ -20,6 +22,8 @@ class _Shared:
         self.source = source
         self.items: queue.Queue = queue.Queue(depth)
         self.stopping = threading.Event()
+        # Of each thread: what the source puts on "cuda" goes to the GPU of whom it reads for.
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def put(self, item: Any) -> None:
         while not self.stopping.is_set():
@@ -31,6 +35,8 @@ class _Shared:
 
     def run(self) -> None:
         try:
+            if self.gpu is not None:
+                torch.cuda.set_device(self.gpu)
             while not self.stopping.is_set():
                 try:
                     item = next(self.source)

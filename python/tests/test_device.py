@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import poise
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from poise import model_view, ranks
+from poise._read_ahead import ReadAhead
 from poise.trainer_balance import samples_in
 from poise.trainer_data import to_device
 from torch import nn
@@ -64,6 +66,18 @@ def test_a_model_that_is_there_already_is_not_moved(tmp_path):
         model_view.moved_to(model, torch.device("meta"))
     args = poise.TrainingArguments(str(tmp_path), use_cpu=True)
     assert poise.Trainer(model, args).model is model
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_is_read_ahead_is_read_for_the_gpu_of_who_reads(initialized, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: taken.append((gpu, threading.current_thread().name))
+    )
+    assert list(ReadAhead(iter(range(5)), depth=2)) == list(range(5))
+    assert taken == ([(3, "poise-read-ahead")] if initialized else [])
 
 
 # Batches; the meta device stands for a GPU.
