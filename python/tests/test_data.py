@@ -242,7 +242,7 @@ class Broken(Recording):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_keep_their_type_and_leave_no_thread(prefetch):
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of other tests may end meanwhile
     windows = WindowIterator(Broken(8), 2, 1, shuffle=False, prefetch=prefetch)
     assert lists([next(windows), next(windows)]) == [[[0, 1]], [[2, 3]]]
     for _ in range(2):
@@ -251,10 +251,11 @@ def test_errors_keep_their_type_and_leave_no_thread(prefetch):
         assert windows.cursor == 4
     dropped = WindowIterator(Recording(1000), 1, 1, prefetch=2)
     next(dropped)
-    assert threading.active_count() == before + 1
+    (thread,) = set(threading.enumerate()) - before
     del dropped
     gc.collect()
-    assert threading.active_count() == before
+    thread.join(5)
+    assert not thread.is_alive() and not set(threading.enumerate()) - before
 
 
 def counted_batches(log):
