@@ -270,7 +270,8 @@ at::Tensor FlatStore::whole_moment(int index, const at::Tensor& moment) {
 }
 at::Tensor FlatStore::whole_gradient(int index) {
   if (!shards_.splits_optimizer()) return flat(index).accumulator;
-  return gathered(gradient_shard(index), index, "gradient");
+  // Offloaded sums are on the host, the group is on the device.
+  return gathered(gradient_shard(index).to(flat(index).values.device()), index, "gradient");
 }
 
 }  // namespace poise::zero
