@@ -98,6 +98,8 @@ void limit_gpu_memory(c10::Device device, std::int64_t bytes) {
   const auto whole = caching::get()->getMemoryInfo(device.index()).second;
   const double share = bytes > 0 ? static_cast<double>(bytes) / static_cast<double>(whole) : 1.0;
   caching::get()->setMemoryFraction(std::min(1.0, share), device.index());
+  // What the allocator keeps of earlier tensors it gives out without a look at the limit.
+  if (bytes > 0) caching::get()->emptyCache();
 }
 
 }  // namespace poise::memory
