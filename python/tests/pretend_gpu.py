@@ -33,6 +33,20 @@ def built() -> Path:
     return Path(poise.__file__).absolute().parent.parent.parent / "tests" / "pretend_gpu"
 
 
+def init_process_group() -> None:
+    """torch.distributed over pretend GPUs, by the environment of torchrun."""
+    import torch.distributed as dist
+
+    sys.path.insert(0, os.environ[FOLDER])
+    import pretend_gpu_collectives
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return pretend_gpu_collectives.over(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    dist.Backend.register_backend("pretend", make, devices=["cuda"])
+    dist.init_process_group("cpu:gloo,cuda:pretend")
+
+
 def missing() -> str | None:
     """Why tests on it cannot run; None: they can."""
     if (built() / "libpretend_gpu.so").exists():
@@ -60,7 +74,11 @@ def environment(seed: int | None = None, devices: int | None = None) -> dict[str
 def switch_on() -> None:
     """In such a process: torch's operators run on it from now on."""
     torch.ops.load_library(os.path.join(os.environ[FOLDER], "libpretend_gpu_operators.so"))
+    # What has no counterpart on the CPU.
     torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.cuda._device_count_nvml = lambda: (
         -1
     )  # asks a driver how many there are, where there is one

@@ -76,6 +76,33 @@ def recompute_with_dropout(folder: Path) -> Any:
     return seen
 
 
+def gradients_are_lent(folder: Path) -> Any:
+    """The norm of one, and the masters after it was halved."""
+    away = {"optimizer": "host", "gradients": "host"}
+    offloads = {"nothing": {}, "states": away, "all": {**away, "parameters": "host"}}
+    seen = {}
+    for device in ("cpu", "cuda"):
+        for name, offload in offloads.items():
+            training = Training(device, offload=offload)
+            engine, model = training.engine, training.engine.model
+            rows = torch.arange(34, device=device).reshape(2, 17)
+            with sdpa_kernel(SDPBackend.MATH):
+                for _ in range(2):
+                    loss = engine(rows[:, :-1]).flatten(0, 1)
+                    engine.backward(
+                        nn.functional.cross_entropy(loss, rows[:, 1:].flatten()), tokens=32
+                    )
+            engine.begin_update()
+            gradient = engine.gradient("blocks.1.fc.weight")
+            assert gradient.device == model.head.weight.device
+            norm = gradient.double().norm().item()
+            gradient.mul_(0.5)
+            engine.step()
+            sums = [master.double().sum().item() for master in training.masters()]
+            seen[f"{device}, {name}"] = [norm, sums]
+    return seen
+
+
 def saves_go_between_devices(folder: Path) -> Any:
     """From one device to the other, states in memory or in a file: the next updates are the same."""
     seen = {}
@@ -122,6 +149,8 @@ def save_while_training_goes_on(folder: Path) -> Any:
 
 
 def budget_runs_out(folder: Path) -> Any:
+    before = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
+    del before  # the allocator keeps it
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("cuda")
     engine = poise.Engine(model, {"memory": {"budget_bytes": "64MiB"}})
@@ -199,6 +228,7 @@ def trainer(folder: Path) -> Any:
 CASES = [
     memory_by_account,
     recompute_with_dropout,
+    gradients_are_lent,
     saves_go_between_devices,
     saves_hold_the_generator,
     save_while_training_goes_on,

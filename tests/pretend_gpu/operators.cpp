@@ -260,14 +260,6 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   return self;
 }
 
-// Attention by plain operators: the CPU has kernels neither of flash attention for CUDA's
-// arguments nor of cuDNN's.
-std::int64_t attend_by_plain_operators(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                       const std::optional<at::Tensor>&, double, bool,
-                                       std::optional<double>, bool) {
-  return 0;
-}
-
 // Torch warns of each operator that is given another kernel.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -281,12 +273,11 @@ struct Registration {
     for (const auto& op : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA)) {
       const std::string name = op.name + (op.overload_name.empty() ? "" : "." + op.overload_name);
       if (name.rfind("aten::", 0) != 0 || kWithoutKernel.count(name) > 0) continue;
-      if (name == "aten::copy_" || name == "aten::_fused_sdp_choice") continue;
+      if (name == "aten::copy_") continue;
       library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
     }
     library.impl("aten::copy_", copy);
-    library.impl("aten::_fused_sdp_choice", attend_by_plain_operators);
-    // C++ asks past the operator.
+    // Attention by plain operators: the CPU has none of the others for CUDA's arguments.
     auto& context = at::globalContext();
     context.setSDPUseFlash(false);
     context.setSDPUseMemEfficient(false);

@@ -41,6 +41,8 @@ cudaError_t failed(cudaError_t error) {
 
 int device_count() {
   static const int count = [] {
+    const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+    if (visible && *visible == '\0') return 0;
     const char* said = std::getenv("PRETEND_GPU_DEVICES");
     return said ? std::atoi(said) : 1;
   }();
@@ -67,6 +69,8 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
       return "no error";
+    case cudaErrorNoDevice:
+      return "no CUDA-capable device is detected";
     case cudaErrorMemoryAllocation:
       return "out of memory";
     case cudaErrorNotReady:
@@ -89,7 +93,7 @@ cudaError_t cudaPeekAtLastError() { return last_error; }
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = device_count();
-  return cudaSuccess;
+  return *count > 0 ? cudaSuccess : failed(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* device) {
   *device = current_device();
