@@ -76,9 +76,6 @@ def switch_on() -> None:
     torch.ops.load_library(os.path.join(os.environ[FOLDER], "libpretend_gpu_operators.so"))
     # What has no counterpart on the CPU.
     torch.backends.cudnn.enabled = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.cuda._device_count_nvml = lambda: (
         -1
     )  # asks a driver how many there are, where there is one
