@@ -134,15 +134,16 @@ def in_order(
 
 def unmake(engine: Engine) -> None:
     """Gives the model back as it was before the engine, which trained nothing: 16-bit parameters get
-    the values that their masters were made from. All ranks."""
+    the values that their masters were made from, which wait on the host: together they may be more than
+    a GPU holds. All ranks."""
     masters = [
-        (parameter, engine.master(parameter).detach().clone())
+        (parameter, engine.master(parameter).detach().to("cpu", copy=True))
         for parameter in engine.model.parameters()
         if parameter.requires_grad and parameter.dtype != torch.float32
     ]
     engine.give_back()
     for parameter, master in masters:
-        parameter.data = master
+        parameter.data = master.to(parameter.device)
 
 
 def _held(

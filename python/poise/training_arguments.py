@@ -198,8 +198,11 @@ class TrainingArguments(_Arguments):
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether the engine keeps the model in shards: then it moves the model to the device."""
-        return self.zero_stage == 3 or self.offload_parameters != "none"
+        """Whether the engine keeps, or may be found to keep, the model in shards: then it moves the
+        model to the device."""
+        if self.zero_stage == 3 or self.offload_parameters != "none":
+            return True
+        return self.balance_is_open and any(place.stage == 3 for place in self.open_placements)
 
     @property
     def is_quiet(self) -> bool:

@@ -68,6 +68,25 @@ def test_a_model_that_is_there_already_is_not_moved(tmp_path):
     assert poise.Trainer(model, args).model is model
 
 
+@pytest.mark.parametrize(
+    ("size", "given", "waits"),
+    [
+        (2, {"zero_stage": 3}, True),
+        (2, {}, True),  # the stage is open
+        (2, {"zero_stage": 2}, False),
+        (2, {"per_device_train_batch_size": 2}, False),
+        (1, {}, False),
+        (1, {"offload_parameters": "host"}, True),
+    ],
+)
+def test_a_model_that_may_be_sharded_waits_for_its_engine(size, given, waits, monkeypatch):
+    monkeypatch.setattr(ranks, "here", lambda: ranks.Here(0, size, 0))
+    args = poise.TrainingArguments(
+        "out", use_cpu=True, global_batch_size=8, memory_budget="1GiB", **given
+    )
+    assert args.shards_parameters is waits
+
+
 @pytest.mark.parametrize("initialized", [True, False])
 def test_what_is_read_ahead_is_read_for_the_gpu_of_who_reads(initialized, monkeypatch):
     taken = []
