@@ -17,7 +17,6 @@ from poise.eval_share import Uncounted, in_order
 from poise.loss import Loss
 
 Scope = Callable[[], contextlib.AbstractContextManager]
-READ_AT_ONCE = 256  # batches
 
 
 def evaluate(
@@ -65,10 +64,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def batches_read_at_once(device: torch.device) -> int:
+    return 256 if device.type == "cuda" else 1
+
+
 class MeanLoss:
     """The mean over the counted tokens of many batches, and how fast they went.
 
-    What is on a GPU stays there for some batches, so that the host does not wait for each.
+    What is on a GPU stays there for some batches, so that the host does not wait for each of them.
     """
 
     def __init__(self) -> None:
@@ -98,7 +101,7 @@ class MeanLoss:
             for term in loss.terms
         ]
         self._unread.append([whole, *terms])
-        if len(self._unread) >= READ_AT_ONCE:
+        if len(self._unread) >= batches_read_at_once(loss.value.device):
             self._read()
 
     def _read(self) -> None:

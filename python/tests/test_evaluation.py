@@ -41,7 +41,7 @@ def read_at_once(kind, count_of):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_those_of_numbers_read_one_by_one(kind, count_of, monkeypatch):
     reads, numbers = [], evaluation._numbers
-    monkeypatch.setattr(evaluation, "READ_AT_ONCE", 16)
+    monkeypatch.setattr(evaluation, "batches_read_at_once", lambda device: 16)
     monkeypatch.setattr(
         evaluation, "_numbers", lambda given: reads.append(len(given)) or numbers(given)
     )
