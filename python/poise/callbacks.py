@@ -111,6 +111,13 @@ def made(callback: Any) -> Any:
     return callback() if isinstance(callback, type) else callback
 
 
+def has_own(listener: Any, event: str) -> bool:
+    """Whether it has a method of its own for an event."""
+    method = getattr(type(listener), event, None)
+    # Classes of transformers and of poise have empty ones.
+    return method is not None and not method.__qualname__.startswith("TrainerCallback.")
+
+
 def call(
     listeners: list[Any],
     event: str,

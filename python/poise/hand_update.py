@@ -10,6 +10,7 @@ import torch
 
 from poise import nonfinite, ranks
 from poise._C import StepResult
+from poise.callbacks import has_own
 from poise.engine import Engine
 from poise.loss import Loss
 from poise.run_log import RunLog
@@ -19,13 +20,7 @@ WITHIN = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 def is_wanted(listeners: list[Any]) -> bool:
     """Whether one of them has a method of its own for these events."""
-    return any(_has_own(listener, event) for listener in listeners for event in WITHIN)
-
-
-def _has_own(listener: Any, event: str) -> bool:
-    method = getattr(type(listener), event, None)
-    # Classes of transformers and of poise have empty ones.
-    return method is not None and not method.__qualname__.startswith("TrainerCallback.")
+    return any(has_own(listener, event) for listener in listeners for event in WITHIN)
 
 
 def step(

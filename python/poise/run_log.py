@@ -27,6 +27,8 @@ _AGREED = (
     "should_save",
     "ended_by_signal",
 )
+# Events between the end of an update and the next one's window.
+_AT_BEGIN = ("on_epoch_begin", "on_step_begin")
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 _KEPT = (
     "losses",
@@ -82,8 +84,11 @@ class RunLog:
         self.control = callbacks.TrainerControl()
         self._details, self._log = details or {}, log or self.record
         self._group = group
-        saves = args.save_strategy != "no"  # then a signal may ask
-        self._asked_by_any = any(ranks.any_of(group, [bool(listeners) or saves]))
+        self._saves = args.save_strategy != "no"  # then a signal may ask
+        at_begin = any(callbacks.has_own(one, name) for one in listeners for name in _AT_BEGIN)
+        flags = ranks.any_of(group, [bool(listeners) or self._saves, at_begin])
+        self._asked_by_any, self._asked_at_begin = flags
+        self._is_agreed = False  # nothing has run since that may have asked for anything
         self._args, self._run, self._metrics, self._bar = args, run, metrics, bar
         self._listeners = listeners
         self._every = every
@@ -122,13 +127,18 @@ class RunLog:
         As in transformers, who asks is heard after the micro-batch that comes: a window of a single
         one makes its update all the same.
         """
-        self._agree()
-        return self.leaving() and any(ranks.any_of(self._group, [len(window) > 1]))
+        left = False
+        if not self._is_agreed:  # that nobody leaves
+            self._agree()
+            left = self.leaving() and any(ranks.any_of(self._group, [len(window) > 1]))
+        self._is_agreed = False  # the window comes, where anything may ask
+        return left
 
     def evaluation_due(self) -> bool:
         """Whether a callback asked for one; all ranks ask."""
         self._agree()
         due, self.control.should_evaluate = self.control.should_evaluate, False
+        self._is_agreed &= not due
         return due
 
     def epoch_stop_due(self) -> bool:
@@ -138,11 +148,13 @@ class RunLog:
 
     def saving_due(self) -> bool:
         """Whether a checkpoint is due on some rank; all ranks ask."""
+        self._is_agreed &= not self._saves
         self._agree()
         due, self.control.should_save = self.control.should_save, False
         return due
 
     def event(self, name: str, **details: Any) -> None:
+        self._is_agreed &= name in _AT_BEGIN and not self._asked_at_begin
         details = {**self._details, "run_log": self, **details}
         callbacks.call(self._listeners, name, self._args, self.state, self.control, **details)
 
@@ -272,11 +284,14 @@ class RunLog:
         return batches * self._args.per_device_train_batch_size
 
     def _agree(self) -> None:
-        if self._asked_by_any:
+        """What one rank's callbacks ask for becomes what all do; the ranks wait for each other, so only
+        where something may have asked since the last time."""
+        if self._asked_by_any and not self._is_agreed:
             control = self.control
             asked = [getattr(control, name) for name in _AGREED]
             for name, asked_by_any in zip(_AGREED, ranks.any_of(self._group, asked), strict=True):
                 setattr(control, name, asked_by_any)
+        self._is_agreed = self._group.size > 1
 
     def _count(self, result: StepResult) -> None:
         self.state.global_step += 1

@@ -97,8 +97,16 @@ def test_a_second_run_goes_on_from_the_first(ranks):
         assert replicated == sharded and sharded[0] != sharded[1]
 
 
-def test_one_rank_may_ask_for_the_end(ranks):
-    assert [of_rank["stopped"]["step"] for of_rank in ranks[0]] == [2, 2]
+@pytest.mark.parametrize("when", ["stopped", "stopped before"])
+def test_one_rank_may_ask_for_the_end(ranks, when):
+    assert [of_rank[when]["step"] for of_rank in ranks[0]] == [2, 2]
+
+
+def test_ranks_ask_each_other_no_more_than_something_may_have_changed(ranks):
+    for of_rank in ranks[0]:
+        # For evaluations and for checkpoints, which signals ask for at any time; before the first
+        # window, after the first epoch and after the last checkpoint.
+        assert of_rank["stage 2"]["agreements"] == 2 * UPDATES + 3
 
 
 # Evaluation.

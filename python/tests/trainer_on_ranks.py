@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -11,6 +12,7 @@ import poise
 import rank_processes
 import torch
 import torch.distributed as dist
+from poise import ranks, run_log
 from test_trainer import Rows, arguments
 from tiny_models import tiny
 from torch import nn
@@ -110,6 +112,32 @@ class Watches(poise.TrainerCallback):
         self.seen["evals"].append(details["metrics"]["eval_loss"])
 
 
+class AsksBefore(Watches):
+    """Rank `stops` asks for the run's end before the third window."""
+
+    def on_step_begin(self, args, state, control, **details):
+        if self._stops == args.process_index and state.global_step == 2:
+            control.should_training_stop = True
+
+    def on_step_end(self, args, state, control, **details): ...
+
+
+@contextlib.contextmanager
+def agreements():
+    """The number of times that ranks asked each other what their callbacks want."""
+    count, any_of = [0], ranks.any_of
+
+    def counted(group, flags):
+        count[0] += len(flags) == len(run_log._AGREED)
+        return any_of(group, flags)
+
+    ranks.any_of = counted
+    try:
+        yield count
+    finally:
+        ranks.any_of = any_of
+
+
 def say(model):
     """Of the whole model: a sum over all parameters, and a forward."""
     row = {name: value[None] for name, value in Rows(1, seed=9).rows[0].items()}
@@ -118,12 +146,12 @@ def say(model):
     )
 
 
-def trained(folder, stage, stops=None, resume=None, **changes):
+def trained(folder, stage, stops=None, resume=None, watches=Watches, **changes):
     """A whole run, with evaluations in between; or the rest of one."""
     args = arguments(
         folder, zero_stage=stage, eval_strategy="steps", eval_steps=3, **{**SETTINGS, **changes}
     )
-    watch = Watches(stops)
+    watch = watches(stops)
     model = tiny(seed=7 * args.process_index)  # other values on each rank: those of rank 0 hold
     trainer = poise.Trainer(
         model,
@@ -132,9 +160,11 @@ def trained(folder, stage, stops=None, resume=None, **changes):
         eval_dataset=Rows(5, seed=9),
         callbacks=[watch, poise.Samples(say, every=4)],
     )
-    output = trainer.train(resume_from_checkpoint=resume)
+    with agreements() as count:
+        output = trainer.train(resume_from_checkpoint=resume)
     return {
         **watch.seen,
+        "agreements": count[0],
         "step": output.global_step,
         "tokens": output.metrics["train_tokens"],
         "state": digest(trainer.engine.state_dict()),
@@ -165,6 +195,7 @@ def runs(folder):
         place = str(folder / "saving" / f"checkpoint-{step}")
         values[f"resumed {step}"] = trained(folder / f"resumed{step}", 2, resume=place)
     values["stopped"] = trained(folder / "stopped", 1, stops=1)
+    values["stopped before"] = trained(folder / "before", 1, stops=1, watches=AsksBefore)
     values["shown"] = trained(folder / "shown", 2, disable_tqdm=None, max_steps=1)["step"]
     values["own sampler"] = own_sampler(folder / "own")
     values["nonfinite"] = nonfinite(folder / "nonfinite")  # ends the group
