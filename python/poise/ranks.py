@@ -79,6 +79,8 @@ def join(where: torch.device, backend: str | None, timeout: float) -> Group:
     place = here()
     if place.size > 1 and not dist.is_initialized():
         _initialize(place, backend or ("nccl" if where.type == "cuda" else "gloo"), timeout)
+        if where.type == "cuda":
+            _refuse_a_shared_gpu(place, where)
     return comm.group_for(None, where, timeout)
 
 
@@ -100,6 +102,20 @@ def _initialize(place: Here, backend: str, timeout: float) -> None:
             f"{launch.address}:{launch.port} by {backend}: {error}; start all ranks with the same "
             "MASTER_ADDR and MASTER_PORT"
         ) from None
+
+
+def _refuse_a_shared_gpu(place: Here, where: torch.device) -> None:
+    """Ranks that see one GPU each may see the same, which NCCL would say late, in words of its own."""
+    store = dist.distributed_c10d._get_default_store()
+    mine = str(torch.cuda.get_device_properties(where).uuid)
+    store.set(f"poise/gpu/{place.rank}", mine)
+    others = range(place.size) if torch.cuda.device_count() == 1 else ()
+    for rank in others:
+        if rank != place.rank and store.get(f"poise/gpu/{rank}").decode() == mine:
+            raise Error(
+                f"[trainer] ranks {place.rank} and {rank} have the same GPU; start as many ranks as "
+                "there are GPUs, or set use_cpu"
+            )
 
 
 @contextlib.contextmanager

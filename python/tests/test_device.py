@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import poise
@@ -45,6 +47,19 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     on_machine(monkeypatch, 2, 3)
     with pytest.raises(poise.Error, match="rank 3 of its machine, which has 2 GPUs"):
         ranks.device()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_that_see_the_same_gpu_are_told(shared, monkeypatch):
+    on_machine(monkeypatch, 1, 1, size=2)
+    store = torch.distributed.HashStore()
+    store.set("poise/gpu/0", "GPU-a")
+    properties = SimpleNamespace(uuid="GPU-a" if shared else "GPU-b")
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    told = pytest.raises(poise.Error, match="ranks 1 and 0 have the same GPU")
+    with told if shared else contextlib.nullcontext():
+        ranks._refuse_a_shared_gpu(ranks.here(), torch.device("cuda", 0))
 
 
 def test_without_gpus_it_is_the_cpu(monkeypatch):
