@@ -149,8 +149,10 @@ def save_while_training_goes_on(folder: Path) -> Any:
 
 
 def budget_runs_out(folder: Path) -> Any:
-    before = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-    del before  # the allocator keeps it
+    # The allocator keeps both, for large and for small tensors, and would not ask the driver again.
+    sizes = [200 << 20] + [1 << 19] * 16
+    before = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    del before
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("cuda")
     engine = poise.Engine(model, {"memory": {"budget_bytes": "64MiB"}})
