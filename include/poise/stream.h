@@ -28,6 +28,8 @@ class POISE_API Event {
   void wait() const;
   // Blocks the calling thread on CUDA too.
   void synchronize() const;
+  // The same on a stream's own thread, which nobody interrupts (that would take Python's lock).
+  void synchronize_on_worker() const;
   // synchronize() with a limit; false: not over yet.
   bool wait_for(std::chrono::milliseconds timeout) const;
 
@@ -53,9 +55,10 @@ class POISE_API Stream {
   Stream& operator=(const Stream&) = delete;
 
   // `work` runs after everything submitted before and after what the calling thread did before.
-  // What it captured is dropped before the event is over. When it throws, later operations are not
-  // run and fail with the same exception, until synchronize() has rethrown it. (On CUDA the closure
-  // itself runs at once and throws from here.)
+  // What it captured is dropped before the event is over; on CUDA it is held until the event is, or
+  // until the stream that was current here was ordered after it. When it throws, later operations
+  // are not run and fail with the same exception, until synchronize() has rethrown it. (On CUDA the
+  // closure itself runs at once and throws from here.)
   Event submit(Work work);
   // Later operations run after `event`; where it failed, they fail like after a failed operation.
   void wait(const Event& event);

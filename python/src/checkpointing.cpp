@@ -33,9 +33,12 @@ class PythonHookProvider : public checkpointing::HookProvider {
   void push(std::shared_ptr<SavedTensorHooks> hooks) override {
     py::gil_scoped_acquire gil;
     at::SavedTensorDefaultHooks::lazy_initialize();
-    py::cpp_function pack(
-        [hooks](const at::Tensor& tensor) { return Packed{hooks->pack(tensor)}; });
-    // Without the GIL: unpack waits for another thread that may be recomputing the same region.
+    // Without the GIL: pack waits for tensors on their way out, which threads that log may hold up,
+    // and unpack for another thread that may be recomputing the same region.
+    py::cpp_function pack([hooks](const at::Tensor& tensor) {
+      py::gil_scoped_release release;
+      return Packed{hooks->pack(tensor)};
+    });
     py::cpp_function unpack([hooks](const Packed& packed) {
       py::gil_scoped_release release;
       return hooks->unpack(packed.value);

@@ -151,6 +151,7 @@ def test_a_budget_runs_out_on_the_gpu(cases: dict[str, Any]) -> None:
     assert "CUDA out of memory" in seen["said"] and "64.00 MiB allowed" in seen["said"]
     assert seen["updates"] == [0, 1], "the next window, a small one, trains"
     assert seen["held"] < 8 << 20, "nothing of the lost window is left"
+    assert seen["limits"] == [False, True], "a limit is gone with whoever set it last"
 
 
 def test_host_memory_is_pinned(cases: dict[str, Any]) -> None:
@@ -174,3 +175,11 @@ def test_scripts_run_on_it_by_one_command(tmp_path: Path) -> None:
         check=True, timeout=pretend_gpu.SECONDS,
     )  # fmt: skip
     assert said.stdout == "on Pretend GPU\n"
+
+
+def test_slow_files_do_not_wait_for_each_other_s_lock() -> None:
+    script = Path(__file__).parent / "pretend_gpu_slow_files.py"
+    slow = pretend_gpu.environment() | {"POISE_STREAM_DELAY": "200000"}
+    subprocess.run(
+        [sys.executable, pretend_gpu.__file__, str(script)], env=slow, check=True, timeout=60
+    )

@@ -68,6 +68,10 @@ void Event::synchronize() const {
   if (state_) state_->block(std::nullopt);
 }
 
+void Event::synchronize_on_worker() const {
+  if (state_) state_->block_worker();
+}
+
 bool Event::wait_for(std::chrono::milliseconds timeout) const {
   return !state_ || state_->block(std::chrono::steady_clock::now() + timeout);
 }

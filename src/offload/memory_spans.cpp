@@ -24,18 +24,22 @@ class MemorySpan final : public Span {
 
  private:
   Event do_fetch(std::int64_t begin, const at::Tensor& to) override {
-    if (by_host(to)) last_put_.synchronize();
+    if (by_host(to)) synchronize();
     streams_->out.wait(last_put_);
     return last_fetch_ = copy(streams_->out, tensor_.narrow(0, begin, to.numel()), to);
   }
   Event do_put(std::int64_t begin, const at::Tensor& from) override {
-    if (by_host(from)) last_fetch_.synchronize();
+    if (by_host(from)) synchronize();
     streams_->in.wait(last_fetch_);
     return last_put_ = copy(streams_->in, from, tensor_.narrow(0, begin, from.numel()));
   }
   // Copies from host to host are made at once, whatever the streams of a GPU still have to do.
   bool by_host(const at::Tensor& other) const {
     return !streams_->device.is_cpu() && tensor_.is_cpu() && other.is_cpu();
+  }
+  void synchronize() const {
+    last_put_.synchronize();
+    last_fetch_.synchronize();
   }
   static Event copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
     return stream.submit(

@@ -1,7 +1,11 @@
 // Spans of a store that knows the CPU only, for tensors of a device: by way of host memory, on a
 // thread that takes one transfer after the other.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
+
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "poise/error.h"
@@ -13,28 +17,44 @@ namespace {
 // Spans may outlive their store, and one thread drives all of them.
 struct Way {
   Way(std::shared_ptr<HostMemory> memory, c10::Device device)
-      : memory(std::move(memory)), device(device), down(device), up(device) {}
+      : memory(std::move(memory)), device(device), down(device), up(device) {
+    if (!device.is_cpu()) {
+      quiet = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    }
+  }
 
-  // Pinning takes as long as a copy does, so that buffers are used again.
+  // Pinning takes as long as a copy does, so that buffers are used again: the smallest that is
+  // large enough. Where none is, one that is too small goes, so that there are never more than were
+  // in flight.
   at::Tensor take_buffer(std::int64_t numel, at::ScalarType dtype) {
+    const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
     const std::lock_guard guard(mutex);
-    const auto found = free.find({dtype, numel});
-    if (found == free.end()) return memory->allocate(numel, dtype);
-    const auto buffer = found->second;
+    auto found = free.lower_bound(bytes);
+    if (found == free.end()) {
+      if (!free.empty()) free.erase(free.begin());
+      return memory->allocate(bytes, at::kByte);
+    }
+    auto buffer = found->second;
     free.erase(found);
     return buffer;
   }
   void give_back(const at::Tensor& buffer) {
     const std::lock_guard guard(mutex);
-    free.emplace(std::pair(buffer.scalar_type(), buffer.numel()), buffer);
+    free.emplace(buffer.numel(), buffer);
+  }
+  static at::Tensor as(const at::Tensor& buffer, std::int64_t numel, at::ScalarType dtype) {
+    const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
+    return buffer.narrow(0, 0, bytes).view(dtype);
   }
 
   const std::shared_ptr<HostMemory> memory;
   const c10::Device device;
   std::mutex mutex;
-  std::multimap<std::pair<at::ScalarType, std::int64_t>, at::Tensor> free;
-  Stream down;   // from the device; driven by who calls
-  Stream up;     // to it; driven by the relay
+  std::multimap<std::int64_t, at::Tensor> free;  // by bytes
+  Stream down;                                   // from the device; driven by who calls
+  Stream up;                                     // to it; driven by the relay
+  // The relay's current one: what it submits waits for nothing that others have queued.
+  std::optional<c10::Stream> quiet;
   Stream relay;  // between the host and the store; the last member: it ends first
 };
 
@@ -49,29 +69,33 @@ class StagedSpan final : public Span {
     const Event ready = on_device(to) ? way_->down.submit([] {}) : Event();
     return way_->relay.submit([this_ = away_, way = way_.get(), begin, to, ready] {
       if (to.is_cpu()) {
-        this_->fetch(begin, to).synchronize();
+        this_->fetch(begin, to).synchronize_on_worker();
         return;
       }
-      const auto buffer = way->take_buffer(to.numel(), this_->dtype());
-      this_->fetch(begin, buffer).synchronize();
+      const auto memory = way->take_buffer(to.numel(), this_->dtype());
+      const auto buffer = Way::as(memory, to.numel(), this_->dtype());
+      this_->fetch(begin, buffer).synchronize_on_worker();
+      const c10::StreamGuard alone(*way->quiet);
       way->up.wait(ready);
-      way->up.submit([to, buffer] { to.copy_(buffer, /*non_blocking=*/true); }).synchronize();
-      way->give_back(buffer);
+      way->up.submit([to, buffer] { to.copy_(buffer, /*non_blocking=*/true); })
+          .synchronize_on_worker();
+      way->give_back(memory);
     });
   }
 
   Event do_put(std::int64_t begin, const at::Tensor& from) override {
     if (from.is_cpu()) {
       return way_->relay.submit(
-          [this_ = away_, begin, from] { this_->put(begin, from).synchronize(); });
+          [this_ = away_, begin, from] { this_->put(begin, from).synchronize_on_worker(); });
     }
     POISE_CHECK(on_device(from));
-    const auto buffer = way_->take_buffer(from.numel(), dtype());
+    const auto memory = way_->take_buffer(from.numel(), dtype());
+    const auto buffer = Way::as(memory, from.numel(), dtype());
     way_->relay.wait(
         way_->down.submit([from, buffer] { buffer.copy_(from, /*non_blocking=*/true); }));
-    return way_->relay.submit([this_ = away_, way = way_.get(), begin, buffer] {
-      this_->put(begin, buffer).synchronize();
-      way->give_back(buffer);
+    return way_->relay.submit([this_ = away_, way = way_.get(), begin, memory, buffer] {
+      this_->put(begin, buffer).synchronize_on_worker();
+      way->give_back(memory);
     });
   }
 

@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -25,8 +26,12 @@ using c10::cuda::CUDAStream;
 
 class CudaEvent final : public EventState {
  public:
-  explicit CudaEvent(const CUDAStream& stream, Stream::Work held = {})
-      : device_(stream.device_index()), held_(std::move(held)) {
+  explicit CudaEvent(const CUDAStream& stream) : device_(stream.device_index()) {
+    event_.record(stream);
+  }
+  // `submitter`: the stream whose memory it is.
+  CudaEvent(const CUDAStream& stream, Stream::Work held, const CUDAStream& submitter)
+      : device_(stream.device_index()), submitter_(submitter), held_(std::move(held)) {
     event_.record(stream);
   }
 
@@ -36,8 +41,9 @@ class CudaEvent final : public EventState {
     return true;
   }
   void order_current() override {
-    order(c10::cuda::getCurrentCUDAStream(device_));
-    let_go();
+    const auto current = c10::cuda::getCurrentCUDAStream(device_);
+    order(current);
+    if (submitter_ == current) let_go();
   }
   void block_worker() override {
     event_.synchronize();
@@ -72,8 +78,9 @@ class CudaEvent final : public EventState {
     }
   }
 
-  c10::DeviceIndex device_;
+  const c10::DeviceIndex device_;
   c10::cuda::CUDAEvent event_;
+  const std::optional<CUDAStream> submitter_;
   mutable std::mutex mutex_;  // copies of an Event may be asked on several threads
   mutable Stream::Work held_;
 };
@@ -94,12 +101,20 @@ class CudaStream final : public StreamBackend {
   // A closure that throws has thrown before anything here was recorded: submit() passes it on. Its
   // context needs no carrying, it is the caller's thread.
   std::shared_ptr<EventState> submit(Stream::Work work, Stream::Reopen) override {
-    CudaEvent before(c10::cuda::getCurrentCUDAStream(stream_.device_index()));
-    before.order(stream_);
-    const c10::cuda::CUDAStreamGuard guard(stream_);
-    work();
+    const auto submitter = c10::cuda::getCurrentCUDAStream(stream_.device_index());
+    CudaEvent(submitter).order(stream_);
     while (!in_flight_.empty() && in_flight_.front()->done()) in_flight_.pop_front();
-    in_flight_.push_back(std::make_shared<CudaEvent>(stream_, std::move(work)));
+    const auto hold = [&] {
+      in_flight_.push_back(std::make_shared<CudaEvent>(stream_, std::move(work), submitter));
+    };
+    const c10::cuda::CUDAStreamGuard guard(stream_);
+    try {
+      work();
+    } catch (...) {
+      hold();  // something may be queued already
+      throw;
+    }
+    hold();
     return in_flight_.back();
   }
 
