@@ -59,7 +59,7 @@ class POISE_API Ledger {
   void set_budget(std::int64_t bytes);
   std::int64_t budget() const;
 
-  // Allocations of threads without a scope go here, until another ledger is made the default or
+  // CPU allocations of threads without a scope go here, until another ledger is made the default or
   // this one is gone.
   void make_default();
 
@@ -92,7 +92,7 @@ class POISE_API AccountScope {
 };
 
 // While it lives, what threads without a scope allocate on the ledger's GPU goes to it: autograd
-// runs backward of a GPU's tensors on threads of its own. One at a time; nothing on the CPU.
+// runs backward of a GPU's tensors on threads of its own, one for each GPU. Nothing on the CPU.
 class POISE_API AutogradScope {
  public:
   AutogradScope(const Ledger& ledger, Account account);
@@ -101,7 +101,8 @@ class POISE_API AutogradScope {
   AutogradScope& operator=(const AutogradScope&) = delete;
 
  private:
-  const bool on_gpu_;
+  const c10::Device device_;
+  AccountScope::Position previous_;
 };
 
 // For Stream's constructor: its operations run under the scope that submit() was called under.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,24 @@ def budget_runs_out(folder: Path) -> Any:
         seen["said"] = str(error)
     seen["updates"] = [engine.updates, step(100).updates]
     seen["held"] = torch.cuda.memory_allocated()
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    # Another one's limit stays where this one's ends, and is gone with the last.
+    other = poise.Engine(nn.Linear(8, 8).to("cuda"), {"memory": {"budget_bytes": "96MiB"}})
+    del engine, step
+    gc.collect()
+    seen["limits"] = [fits_on_the_gpu(128 << 20)]
+    del other
+    gc.collect()
+    seen["limits"].append(fits_on_the_gpu(128 << 20))
     return seen
+
+
+def fits_on_the_gpu(size: int) -> bool:
+    try:
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return False
+    torch.cuda.empty_cache()
+    return True
 
 
 def host_memory_is_pinned(folder: Path) -> Any:

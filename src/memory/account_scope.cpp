@@ -1,6 +1,7 @@
 // Scopes: which ledger and account this thread's allocations go to.
 #include "memory/account_scope.h"
 
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -15,32 +16,34 @@ thread_local AccountScope::Position position;
 // Process-wide: autograd's threads are, one for each GPU.
 struct OfAutograd {
   std::mutex mutex;
-  AccountScope::Position position;
+  std::map<c10::DeviceIndex, AccountScope::Position> positions;
 };
 OfAutograd& of_autograd() {
   static auto* one = new OfAutograd;
   return *one;
 }
 
-void set_autograd_position(AccountScope::Position wanted) {
-  const std::lock_guard guard(of_autograd().mutex);
-  std::swap(of_autograd().position, wanted);
-}
-
 }  // namespace
 
-AccountScope::Position autograd_position() {
+AccountScope::Position autograd_position(c10::DeviceIndex device) {
   const std::lock_guard guard(of_autograd().mutex);
-  return of_autograd().position;
+  const auto found = of_autograd().positions.find(device);
+  return found == of_autograd().positions.end() ? AccountScope::Position() : found->second;
 }
 
 AutogradScope::AutogradScope(const Ledger& ledger, Account account)
-    : on_gpu_(!ledger.state()->device().is_cpu()) {
-  if (on_gpu_) set_autograd_position({ledger.state(), account});
+    : device_(ledger.state()->device()) {
+  if (device_.is_cpu()) return;
+  AccountScope::Position position{ledger.state(), account};
+  const std::lock_guard guard(of_autograd().mutex);
+  std::swap(of_autograd().positions[device_.index()], position);
+  previous_ = std::move(position);
 }
 
 AutogradScope::~AutogradScope() {
-  if (on_gpu_) set_autograd_position({});
+  if (device_.is_cpu()) return;
+  const std::lock_guard guard(of_autograd().mutex);
+  std::swap(of_autograd().positions[device_.index()], previous_);
 }
 
 const AccountScope::Position& current_position() { return position; }

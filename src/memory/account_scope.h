@@ -6,7 +6,7 @@
 namespace poise::memory {
 
 const AccountScope::Position& current_position();
-// That of AutogradScope.
-AccountScope::Position autograd_position();
+// That of AutogradScope, on this GPU.
+AccountScope::Position autograd_position(c10::DeviceIndex device);
 
 }  // namespace poise::memory

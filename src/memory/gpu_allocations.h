@@ -14,7 +14,10 @@ namespace poise::memory {
 // Throws Error: no such GPU.
 void watch_gpu_allocations(c10::Device device);
 
-// The most that torch's allocator may take from the device; 0: all of it. Throws Error.
-void limit_gpu_memory(c10::Device device, std::int64_t bytes);
+// The most that torch's allocator may take from the device; 0: all of it. In the name of `owner`.
+// Throws Error.
+void limit_gpu_memory(c10::Device device, std::int64_t bytes, const void* owner);
+// All of it again, unless the limit is somebody else's by now.
+void lift_gpu_limit(c10::Device device, const void* owner);
 
 }  // namespace poise::memory

@@ -14,7 +14,7 @@ Ledger::Ledger() : state_(std::make_shared<LedgerState>()) { install_counting_al
 Ledger::~Ledger() {
   if (!state_->device().is_cpu() && budget() > 0) {
     try {
-      limit_gpu_memory(state_->device(), 0);
+      lift_gpu_limit(state_->device(), this);
     } catch (const std::exception&) {  // the device is lost
     }
   }
@@ -33,7 +33,8 @@ void Ledger::reset_peak() { state_->reset_peak(); }
 
 void Ledger::set_budget(std::int64_t bytes) {
   if (bytes < 0) fail("memory", "negative budget: ", bytes, "; give bytes, or 0 for no limit");
-  if (!state_->device().is_cpu() && bytes != budget()) limit_gpu_memory(state_->device(), bytes);
+  if (!state_->device().is_cpu() && bytes != budget())
+    limit_gpu_memory(state_->device(), bytes, this);
   state_->set_budget(bytes);
 }
 

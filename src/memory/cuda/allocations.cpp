@@ -33,6 +33,7 @@ struct Stamp {
 struct Shared {
   std::mutex mutex;
   std::unordered_map<std::size_t, Stamp> stamps;  // by address; no two GPUs share one
+  std::unordered_map<c10::DeviceIndex, const void*> limited_by;
   bool attached = false;
 };
 Shared& shared() {
@@ -42,7 +43,7 @@ Shared& shared() {
 
 void given(const Entry& entry) {
   auto position = current_position();
-  if (!position.ledger) position = autograd_position();
+  if (!position.ledger) position = autograd_position(entry.device_);
   const auto& ledger = position.ledger;
   if (!ledger || ledger->device().is_cpu() || ledger->device().index() != entry.device_) return;
   const auto bytes = static_cast<std::int64_t>(entry.size_);
@@ -93,13 +94,25 @@ void watch_gpu_allocations(c10::Device device) {
   }
 }
 
-void limit_gpu_memory(c10::Device device, std::int64_t bytes) {
+void limit_gpu_memory(c10::Device device, std::int64_t bytes, const void* owner) {
   check_device(device);
   const auto whole = caching::get()->getMemoryInfo(device.index()).second;
   const double share = bytes > 0 ? static_cast<double>(bytes) / static_cast<double>(whole) : 1.0;
   caching::get()->setMemoryFraction(std::min(1.0, share), device.index());
   // What the allocator keeps of earlier tensors it gives out without a look at the limit.
   if (bytes > 0) caching::get()->emptyCache();
+  const std::lock_guard guard(shared().mutex);
+  shared().limited_by[device.index()] = owner;
+}
+
+void lift_gpu_limit(c10::Device device, const void* owner) {
+  {
+    const std::lock_guard guard(shared().mutex);
+    const auto found = shared().limited_by.find(device.index());
+    if (found == shared().limited_by.end() || found->second != owner) return;
+    shared().limited_by.erase(found);
+  }
+  caching::get()->setMemoryFraction(1.0, device.index());
 }
 
 }  // namespace poise::memory

@@ -15,6 +15,7 @@ namespace {
 Snapshot cuda_snapshot(int) { no_cuda(); }
 void reset_cuda_peak(int) { no_cuda(); }
 void watch_gpu_allocations(c10::Device) { no_cuda(); }
-void limit_gpu_memory(c10::Device, std::int64_t) { no_cuda(); }
+void limit_gpu_memory(c10::Device, std::int64_t, const void*) { no_cuda(); }
+void lift_gpu_limit(c10::Device, const void*) {}
 
 }  // namespace poise::memory
