@@ -142,7 +142,8 @@ class POISE_API Engine {
   // dropped on all ranks. Waits for the others to come to its end. One rank: discard_window().
   void lose_window(const std::string& why);
   // The same without a failure: throws WindowDropped on all ranks, from their backward(),
-  // begin_update() or step(). On one rank, too.
+  // begin_update() or step(), or OutOfMemoryError where another rank lost the window. On one rank,
+  // too.
   [[noreturn]] void drop_window();
   std::int64_t lost_windows() const;  // dropped on all ranks, whoever began it
 

@@ -110,7 +110,7 @@ void doctor(std::ostream& out) {
        format("copies %.1f GB/s with 1 thread, %.1f GB/s with %d", copy_rate(1),
               copy_rate(at::get_num_threads()), at::get_num_threads()));
   if (!group->device().is_cpu() && group->rank() == 0) first_gpu(text);
-  matrices(text);
+  if (group->device().is_cpu()) matrices(text);
   ranks(text, group);
 }
 

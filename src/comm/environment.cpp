@@ -29,14 +29,15 @@ std::optional<int> gpu_of(const Launch& launch) {
 constexpr const char* kNone = "cpu";
 
 // Whether each rank has a GPU to itself.
-bool all_have_their_own(std::vector<std::string> gpus) {
+bool all_have_their_own(std::vector<std::string> gpus, const Launch& launch) {
   if (std::count(gpus.begin(), gpus.end(), kNone) > 0) return false;
   std::sort(gpus.begin(), gpus.end());
   if (std::adjacent_find(gpus.begin(), gpus.end()) == gpus.end()) return true;
-  log::warning(
-      "[comm] some ranks see the same GPU, which NCCL does not allow: the group is on the CPU; "
-      "start "
-      "as many ranks as there are GPUs");
+  if (launch.rank == 0) {
+    log::warning(
+        "[comm] some ranks see the same GPU, which NCCL does not allow: the group is on the CPU; "
+        "start as many ranks as there are GPUs");
+  }
   return false;
 }
 
@@ -83,7 +84,7 @@ struct Met {
 
 Met meet_peers(const Launch& launch, std::chrono::milliseconds timeout) {
   Met met{launch, {}, false};
-  met.on_gpus = all_have_their_own(meet_all(launch, timeout, met.store));
+  met.on_gpus = all_have_their_own(meet_all(launch, timeout, met.store), launch);
   return met;
 }
 

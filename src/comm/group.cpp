@@ -78,7 +78,7 @@ constexpr std::chrono::seconds kGrace{5};
 
 // "cuda" is the current one, as for torch.
 c10::Device numbered(c10::Device device) {
-  if (device.is_cpu() || device.has_index()) return device;
+  if (device.has_index() || !c10::impl::hasDeviceGuardImpl(device.type())) return device;
   return c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 

@@ -170,6 +170,10 @@ std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const
     return given ? given : comm::one_rank();  // refused by name a little later
   }
   const auto device = model.target();
+  if (!device.is_cpu() && !device.has_index()) {
+    fail("engine", "ModelView.device is ", device, " without a number; name the device, ", device,
+         ":0 for the first");
+  }
   if (!given) return comm::one_rank(device);
   if (given->size() == 1) return given->device() == device ? given : comm::one_rank(device);
   if (given->device().type() != device.type()) {
@@ -225,15 +229,15 @@ ParamTable agreed(const ModelView& model, const Config& config, comm::Group& gro
   return table;
 }
 
-// Where the model is to be.
-std::vector<NamedTensor> moved_buffers(const ModelView& model) {
+// To where the model is to be. Only once nothing can refuse the model any more.
+void move_buffers(const ModelView& model) {
+  if (!model.device) return;
   at::NoGradGuard no_grad;
   for (auto buffer : model.buffers) {
-    if (model.device && buffer.tensor.device() != *model.device) {
+    if (buffer.tensor.device() != *model.device) {
       buffer.tensor.set_data(buffer.tensor.to(*model.device));
     }
   }
-  return model.buffers;
 }
 
 // All ranks start from rank 0's buffers, as from its parameters.
@@ -288,6 +292,7 @@ std::shared_ptr<zero::Units> Engine::Impl::make_units() {
 
 std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
     const ModelView& model) {
+  move_buffers(model);  // known by their memory from here on
   const auto place = offloading.store_of_activations();
   if (!place) return std::nullopt;
   std::vector<at::Tensor> stay;
@@ -301,7 +306,7 @@ std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
                    const Materialize& materialize)
     : config(validated(wanted)),
-      buffers(moved_buffers(model)),
+      buffers(model.buffers),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
       table(agreed(model, config, *group)),

@@ -24,7 +24,7 @@ inline std::vector<float> values_of(int rank, std::int64_t numel, unsigned salt 
 
 inline at::Tensor flat_of(const std::vector<float>& values, at::ScalarType type = at::kFloat) {
   auto flat = at::empty({static_cast<std::int64_t>(values.size())}, at::kFloat);
-  std::memcpy(flat.mutable_data_ptr(), values.data(), values.size() * sizeof(float));
+  std::copy(values.begin(), values.end(), flat.mutable_data_ptr<float>());
   return flat.to(type);
 }
 
