@@ -365,6 +365,8 @@ class Trainer(TrainerEvaluation):
             try:
                 updated = self._update(window, log, profiling, saving)
             except WindowDropped:
+                if not saving.dropped_by_signal():
+                    raise  # a loss of the user's threw it
                 saving.after_dropped_window()
             if updated:
                 saving.after_update()

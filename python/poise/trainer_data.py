@@ -124,7 +124,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
         # A copy, since many move their tensors in place: the window's own stays where it is.
-        return (batch if isinstance(batch, tuple) else copy.copy(batch)).to(device)
+        own = batch if isinstance(batch, tuple) else copy.copy(batch)
+        try:
+            return own.to(device, non_blocking=True)
+        except TypeError:  # one that does not know the word
+            return own.to(device)
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -25,6 +25,7 @@ from poise.signals import AskedOfRanks, Interrupted, Signals
 from poise.training_arguments import TrainingArguments
 
 STATE_FILE = "trainer_state.json"
+SMALL_BUFFER = 1 << 20  # bytes
 
 
 class TrainerSaves:
@@ -58,6 +59,8 @@ class TrainerSaves:
         self._random: generators.Snapshot | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._asked = AskedOfRanks(signals, group) if self._saves else None
+        self._versions: dict[int, int] = {}  # of buffers, by place, as the first window found them
+        self._changed: set[int] = set()
 
     def resume(self, wanted: str | bool | None) -> None:
         """From a checkpoint; True: the latest of output_dir. Before the first window."""
@@ -84,7 +87,16 @@ class TrainerSaves:
         may come within it: their checkpoints begin before."""
         if self._saves:
             self._position, self._random = self._windows.state_dict(), generators.Snapshot()
-            self._buffers = [(b, b.clone()) for b in lasting_buffers(self._engine.model)]
+            self._buffers = [(b, b.clone()) for b in self._may_change()]
+
+    def _may_change(self) -> list[torch.Tensor]:
+        """Running statistics. Weights that quantised models keep as buffers are large, and stay as they
+        are: of large ones only those count that earlier windows have changed."""
+        buffers = lasting_buffers(self._engine.model)
+        for number, buffer in enumerate(buffers):
+            if self._versions.setdefault(number, buffer._version) != buffer._version:
+                self._changed.add(number)
+        return [b for n, b in enumerate(buffers) if b.nbytes <= SMALL_BUFFER or n in self._changed]
 
     def end_is_asked(self) -> bool:
         """Whether a signal has asked some rank for a checkpoint and the end: between micro-batches."""
@@ -110,6 +122,10 @@ class TrainerSaves:
             self._save()
         if log.control.ended_by_signal:
             self._end("")
+
+    def dropped_by_signal(self) -> bool:
+        """Whether a signal, on some rank, is why the window was dropped."""
+        return self._saves and self._asked.now(at_once=True)
 
     def after_dropped_window(self) -> None:
         """A signal came within it: all that it has drawn and counted comes again."""

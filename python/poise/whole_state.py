@@ -42,11 +42,13 @@ def of(engine: Engine, rank: int | None, device: torch.device | str | None) -> d
 
 def give_back(engine: Engine, device: torch.device) -> None:
     """Each parameter with memory of its own, whole, on the device; unit by unit, all ranks."""
-    values = []
+    values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied ones once
     for unit in engine.units:
         with engine.gathered_unit(unit) as parameters:
-            values += [(p, p.detach().to(device, copy=True)) for _, p in parameters]
-    for parameter, value in values:
+            for _, p in parameters:
+                if id(p) not in values:
+                    values[id(p)] = p, p.detach().to(device, copy=True)
+    for parameter, value in values.values():
         parameter.data = value
     for buffer in engine.model.buffers():
         buffer.data = buffer.data.to(device)

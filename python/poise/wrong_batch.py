@@ -34,7 +34,11 @@ _CHOOSING_HEADS = (
     "ForTokenClassification",
     "ForImageClassification",
 )
-_OUT_OF_RANGE = re.compile(r"out of bounds|out of range")
+# Of torch alone: a list that is too short is an error of somebody's code.
+_OUT_OF_RANGE = re.compile(
+    r"^index out of range in self$|Target -?\d+ is out of bounds|"
+    r"index -?\d+ is out of bounds for dimension"
+)
 
 
 @contextlib.contextmanager

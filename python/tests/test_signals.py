@@ -143,3 +143,13 @@ def test_a_run_without_saves_leaves_signals_alone(tmp_path):
         signal.signal(signal.SIGUSR1, old)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["epoch"] == 2
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_window_that_a_loss_drops_is_no_signal(tmp_path, strategy):
+    class Drops(Interrupting):
+        def forward(self, input_ids, labels):
+            raise poise.WindowDropped
+
+    with pytest.raises(poise.WindowDropped):
+        trainer(tmp_path, Drops(), save_strategy=strategy).train()

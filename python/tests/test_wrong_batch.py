@@ -138,6 +138,7 @@ def test_errors_of_another_kind_stay_as_they_are(tmp_path):
         ValueError("of my own"),
         KeyError("x"),
         RuntimeError("expected scalar type Long but found Float"),  # but labels are integers
+        IndexError("list index out of range"),
         torch.OutOfMemoryError("out of range"),
     ):
         with pytest.raises(type(error), match=re.escape(str(error))) as caught:

@@ -131,7 +131,8 @@ class DeepSpeedEngine(WrappedModel):
             )
         self._returned = None
         super().backward(loss, tokens)
-        self._before_backward = False
+        # A window that was discarded had sums, and this is another one.
+        self._before_backward, self._has_sums = False, False
         return loss
 
     def step(self, lr_kwargs: Any = None, last: bool = False) -> StepResult | None:
