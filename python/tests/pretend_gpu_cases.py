@@ -171,10 +171,10 @@ def budget_runs_out(folder: Path) -> Any:
     seen["held"] = torch.cuda.memory_allocated()
     # Another one's limit stays where this one's ends, and is gone with the last.
     other = poise.Engine(nn.Linear(8, 8).to("cuda"), {"memory": {"budget_bytes": "96MiB"}})
-    del engine, step
+    engine = step = None
     gc.collect()
     seen["limits"] = [fits_on_the_gpu(128 << 20)]
-    del other
+    other = None
     gc.collect()
     seen["limits"].append(fits_on_the_gpu(128 << 20))
     return seen

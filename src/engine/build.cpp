@@ -170,7 +170,7 @@ std::shared_ptr<comm::Group> group_for(std::shared_ptr<comm::Group> given, const
     return given ? given : comm::one_rank();  // refused by name a little later
   }
   const auto device = model.target();
-  if (!device.is_cpu() && !device.has_index()) {
+  if (model.device && device.is_cuda() && !device.has_index()) {
     fail("engine", "ModelView.device is ", device, " without a number; name the device, ", device,
          ":0 for the first");
   }
