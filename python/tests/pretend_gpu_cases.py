@@ -156,27 +156,26 @@ def budget_runs_out(folder: Path) -> Any:
     del before
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to("cuda")
-    engine = poise.Engine(model, {"memory": {"budget_bytes": "64MiB"}})
+    engines = [poise.Engine(model, {"memory": {"budget_bytes": "64MiB"}})]
 
     def step(rows: int) -> Any:
         data = torch.ones(rows, 256, device="cuda")
-        return engine.step([data], lambda x: (model(x).square().mean(), len(x)))
+        return engines[0].step([data], lambda x: (model(x).square().mean(), len(x)))
 
     seen = {}
     try:
         step(20_000)  # 20 MB an activation
     except torch.OutOfMemoryError as error:
         seen["said"] = str(error)
-    seen["updates"] = [engine.updates, step(100).updates]
+    seen["updates"] = [engines[0].updates, step(100).updates]
     seen["held"] = torch.cuda.memory_allocated()
     # Another one's limit stays where this one's ends, and is gone with the last.
-    other = poise.Engine(nn.Linear(8, 8).to("cuda"), {"memory": {"budget_bytes": "96MiB"}})
-    engine = step = None
-    gc.collect()
-    seen["limits"] = [fits_on_the_gpu(128 << 20)]
-    other = None
-    gc.collect()
-    seen["limits"].append(fits_on_the_gpu(128 << 20))
+    engines.append(poise.Engine(nn.Linear(8, 8).to("cuda"), {"memory": {"budget_bytes": "96MiB"}}))
+    seen["limits"] = []
+    while engines:
+        del engines[0]
+        gc.collect()
+        seen["limits"].append(fits_on_the_gpu(128 << 20))
     return seen
 
 
