@@ -33,20 +33,6 @@ def built() -> Path:
     return Path(poise.__file__).absolute().parent.parent.parent / "tests" / "pretend_gpu"
 
 
-def init_process_group() -> None:
-    """torch.distributed over pretend GPUs, by the environment of torchrun."""
-    import torch.distributed as dist
-
-    sys.path.insert(0, os.environ[FOLDER])
-    import pretend_gpu_collectives
-
-    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return pretend_gpu_collectives.over(dist.ProcessGroupGloo(store, rank, size, timeout))
-
-    dist.Backend.register_backend("pretend", make, devices=["cuda"])
-    dist.init_process_group("cpu:gloo,cuda:pretend")
-
-
 def missing() -> str | None:
     """Why tests on it cannot run; None: they can."""
     if (built() / "libpretend_gpu.so").exists():
@@ -69,6 +55,15 @@ def environment(seed: int | None = None, devices: int | None = None) -> dict[str
     if devices is not None:
         said["PRETEND_GPU_DEVICES"] = str(devices)
     return {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | said
+
+
+def environment_of_programs() -> dict[str, str]:
+    """For one that is not Python: torch's operators run on it from the start."""
+    said = environment()
+    cuda = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"  # has operators of its own
+    operators = Path(said[FOLDER], "libpretend_gpu_operators.so")
+    said["LD_PRELOAD"] = os.pathsep.join([said["LD_PRELOAD"], str(cuda), str(operators)])
+    return said
 
 
 def switch_on() -> None:

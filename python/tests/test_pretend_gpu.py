@@ -15,7 +15,6 @@ from typing import Any
 import pretend_gpu
 import pretend_gpu_parity
 import pytest
-import rank_processes
 
 pytestmark = pytest.mark.skipif(
     pretend_gpu.missing() is not None, reason=str(pretend_gpu.missing())
@@ -36,16 +35,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def parity(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("parity")
     return pretend_gpu.run("pretend_gpu_parity.py", folder, seed=request.param)["parity"]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    def start(rank: int, size: int, port: int) -> dict[str, str]:
-        two = {**pretend_gpu.environment(devices=2), "CUDA_VISIBLE_DEVICES": "0,1"}
-        return {**two, **rank_processes.by_torchrun(rank, size, port)}
-
-    folder = tmp_path_factory.mktemp("ranks")
-    return rank_processes.run("pretend_gpu_ranks.py", "training", folder, launcher=start)
 
 
 # The pretend GPU itself.
@@ -101,17 +90,6 @@ def test_devices_do_not_mix(itself: dict[str, Any]) -> None:
 def test_trains_as_the_cpu_does(case: str, parity: dict[str, Any]) -> None:
     """To the bit: losses, norms, statuses, loss scales, parameters and masters."""
     assert parity[case]["cuda"] == parity[case]["cpu"]
-
-
-def test_ranks_train_as_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
-    """Every stage, to the bit, but for sums in 16 bits: NCCL makes those in the type of the wire."""
-    assert ranks[0] == ranks[1] and len(ranks[0]) == 22
-    for case, seen in ranks[0].items():
-        if "on the wire" in case:
-            losses = ([update[0] for update in seen[device][0]] for device in ("cuda", "cpu"))
-            assert next(losses) == pytest.approx(next(losses), rel=1e-3), case
-        else:
-            assert seen["cuda"] == seen["cpu"], case
 
 
 def test_gradients_are_lent_wherever_they_are(cases: dict[str, Any]) -> None:

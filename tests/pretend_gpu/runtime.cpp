@@ -2,12 +2,15 @@
 #include "runtime.h"
 
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <random>
+#include <thread>
 
 #include "pretend_gpu.h"
 
@@ -18,8 +21,14 @@ namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int device_of_thread = 0;
+thread_local int locks_of_thread = 0;
 
 const char* const kSeed = std::getenv("PRETEND_GPU_SEED");
+
+std::mutex& the_lock() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
 
 // Torch must come by here only where operators.cpp has missed an operator.
 cudaError_t missing(const char* name) {
@@ -30,8 +39,15 @@ cudaError_t missing(const char* name) {
 }  // namespace
 
 Lock::Lock() {
-  static auto* const mutex = new std::recursive_mutex;
-  held_ = std::unique_lock(*mutex);
+  if (locks_of_thread++ == 0) the_lock().lock();
+}
+Lock::~Lock() {
+  if (--locks_of_thread == 0) the_lock().unlock();
+}
+void let_others() {
+  the_lock().unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
+  the_lock().lock();
 }
 
 cudaError_t failed(cudaError_t error) {
@@ -113,9 +129,12 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
   std::strcpy(properties->name, "Pretend GPU");
+  // No two processes see the same one.
+  const int owner[] = {getpid(), device};
+  std::memcpy(properties->uuid.bytes, owner, sizeof(owner));
   properties->totalGlobalMem = kDeviceBytes;
   properties->major = 9;
   properties->multiProcessorCount = 4;

@@ -4,7 +4,6 @@
 #include <driver_types.h>
 
 #include <cstddef>
-#include <mutex>
 
 namespace pretend_gpu {
 
@@ -15,10 +14,12 @@ inline constexpr std::size_t kDeviceBytes = std::size_t{2} << 30;
 class Lock {
  public:
   Lock();
-
- private:
-  std::unique_lock<std::recursive_mutex> held_;
+  ~Lock();
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
 };
+// With the lock held: lets other threads and processes do something first.
+void let_others();
 
 // Notes the error for cudaGetLastError and returns it.
 cudaError_t failed(cudaError_t error);

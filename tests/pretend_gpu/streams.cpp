@@ -7,9 +7,12 @@
 // overwritten. With PRETEND_GPU_SEED some tasks run early, by chance, as a GPU might.
 #include <cuda_runtime_api.h>
 
+#include <chrono>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,15 +32,17 @@ struct Mark {
 };
 
 struct Task {
-  std::function<void()> work;  // any of the three may be missing
+  std::function<void()> work;  // any of these may be missing
   std::shared_ptr<Mark> waits_for;
   std::shared_ptr<Mark> reaches;
+  std::function<bool()> attempt;  // until it returns true
 };
 
 struct Stream {
   int device;
   int priority = 0;
   std::deque<Task> tasks;
+  int attempts = 0;  // among the tasks
 };
 
 struct Event {
@@ -55,7 +60,7 @@ Stream& default_stream(int device) {
   static auto* all = [] {
     auto* made = new std::vector<Stream*>;
     for (int d = 0; d < device_count(); ++d) {
-      made->push_back(new Stream{d, 0, {}});
+      made->push_back(new Stream{d, 0, {}, 0});
       streams().push_back(made->back());
     }
     return made;
@@ -71,22 +76,37 @@ Stream& stream_of(cudaStream_t handle) {
 
 Event& event_of(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
 
-void run(Stream& stream, const Mark* until = nullptr);
-
-// Ends, because streams cannot wait in a circle: an event that was not yet recorded is not waited
-// for.
-void run_first(Stream& stream) {
-  const Task task = std::move(stream.tasks.front());
-  stream.tasks.pop_front();
-  if (task.waits_for && !task.waits_for->reached && task.waits_for->stream != &stream) {
-    run(*task.waits_for->stream, task.waits_for.get());
+// One step towards the end of the first task, which may be one of what it waits for; false: it
+// waits for another process. Ends, because streams cannot wait in a circle: an event that was not
+// yet recorded is not waited for.
+bool advance(Stream& stream) {
+  Task& first = stream.tasks.front();
+  if (first.waits_for && !first.waits_for->reached && first.waits_for->stream != &stream) {
+    return advance(*first.waits_for->stream);
   }
+  if (first.attempt && !first.attempt()) return false;
+  const Task task = std::move(first);
+  stream.tasks.pop_front();
+  if (task.attempt) --stream.attempts;
   if (task.work) task.work();
   if (task.reaches) task.reaches->reached = true;
+  return true;
 }
 
-void run(Stream& stream, const Mark* until) {
-  while (!stream.tasks.empty() && !(until && until->reached)) run_first(stream);
+bool reached(const Stream& stream, const Mark* until) {
+  return stream.tasks.empty() || (until && until->reached);
+}
+
+void run(Stream& stream, const Mark* until = nullptr) {
+  while (!reached(stream, until)) {
+    if (!advance(stream)) let_others();
+  }
+}
+
+// What can be done without waiting for another process.
+void run_ready(Stream& stream, const Mark* until = nullptr) {
+  while (!reached(stream, until) && advance(stream)) {
+  }
 }
 
 void queue(Stream& stream, Task task) {
@@ -94,7 +114,21 @@ void queue(Stream& stream, Task task) {
   if (!sometimes_early() || random_below(3) > 0) return;
   Stream& lucky = *streams()[random_below(static_cast<unsigned>(streams().size()))];
   for (unsigned count = random_below(8); count > 0 && !lucky.tasks.empty(); --count) {
-    run_first(lucky);
+    if (!advance(lucky)) return;
+  }
+}
+
+// Other processes may wait for what this one has queued while it waits for a word of theirs: in the
+// end such tasks run by themselves. Late, as long as the program itself asks (see [Note: late]).
+void run_attempts_in_the_end() {
+  constexpr std::chrono::milliseconds kLate{2};
+  for (;;) {
+    std::this_thread::sleep_for(kLate);
+    const Lock lock;
+    for (Stream* stream : streams()) {
+      while (stream->attempts > 0 && advance(*stream)) {
+      }
+    }
   }
 }
 
@@ -104,7 +138,7 @@ int device_of_stream(cudaStream_t stream) { return stream_of(stream).device; }
 
 void reach_all() {
   const Lock lock;
-  for (Stream* stream : streams()) run(*stream);
+  for (std::size_t i = 0; i < streams().size(); ++i) run(*streams()[i]);  // more may come meanwhile
 }
 
 void reach(cudaStream_t stream) {
@@ -120,7 +154,20 @@ cudaError_t launch(cudaStream_t handle, std::function<void()> kernel) {
                    const Kernel runs(device);
                    kernel();
                  },
-                 nullptr, nullptr});
+                 nullptr, nullptr, nullptr});
+  return cudaSuccess;
+}
+
+cudaError_t launch_attempts(cudaStream_t handle, std::function<bool()> attempt) {
+  static const bool started = [] {
+    std::thread(run_attempts_in_the_end).detach();
+    return true;
+  }();
+  static_cast<void>(started);
+  const Lock lock;
+  Stream& stream = stream_of(handle);
+  ++stream.attempts;
+  queue(stream, {nullptr, nullptr, nullptr, std::move(attempt)});
   return cudaSuccess;
 }
 
@@ -132,7 +179,7 @@ extern "C" {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   const Lock lock;
-  streams().push_back(new Stream{current_device(), priority, {}});
+  streams().push_back(new Stream{current_device(), priority, {}, 0});
   *stream = reinterpret_cast<cudaStream_t>(streams().back());
   return cudaSuccess;
 }
@@ -163,14 +210,14 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   const Lock lock;
   Stream& stream = stream_of(handle);
-  if (!stream.tasks.empty() && random_below(2) == 0) run(stream);
+  if (!stream.tasks.empty() && random_below(2) == 0) run_ready(stream);
   return stream.tasks.empty() ? cudaSuccess : failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
   const Lock lock;
   const auto& mark = event_of(handle).last;
-  if (mark && !mark->reached) queue(stream_of(stream), {nullptr, mark, nullptr});
+  if (mark && !mark->reached) queue(stream_of(stream), {nullptr, mark, nullptr, nullptr});
   return cudaSuccess;
 }
 
@@ -190,7 +237,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Event& event = event_of(handle);
   if (event.device != stream.device) return failed(cudaErrorInvalidResourceHandle);
   event.last = std::make_shared<Mark>(Mark{&stream, stream.tasks.empty()});
-  if (!event.last->reached) queue(stream, {nullptr, nullptr, event.last});
+  if (!event.last->reached) queue(stream, {nullptr, nullptr, event.last, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -207,7 +254,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   const Lock lock;
   const auto mark = event_of(handle).last;
   if (!mark || mark->reached) return cudaSuccess;
-  if (random_below(4) == 0) run(*mark->stream, mark.get());
+  if (random_below(4) == 0) run_ready(*mark->stream, mark.get());
   return mark->reached ? cudaSuccess : failed(cudaErrorNotReady);
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
@@ -228,7 +275,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
       copy_bytes(to, staged.data(), bytes);
     };
   }
-  queue(stream, {std::move(copy), nullptr, nullptr});
+  queue(stream, {std::move(copy), nullptr, nullptr, nullptr});
   if (device_of(to) == kHost && !is_pinned(to)) run(stream);
   return cudaSuccess;
 }
@@ -244,7 +291,7 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, std::size_
 }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   const Lock lock;
-  queue(stream_of(stream), {[=] { fill_bytes(to, value, bytes); }, nullptr, nullptr});
+  queue(stream_of(stream), {[=] { fill_bytes(to, value, bytes); }, nullptr, nullptr, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
