@@ -146,7 +146,8 @@ struct Watch::State {
       }
     } else if (now - last_seen > settings.patience) {
       declare(join("[comm] ", named(next), " disappeared: no sign of life for ",
-                   settings.patience.count() / 1000.0, " s, last in ", theirs.place,
+                   settings.patience.count() / 1000.0, " s, ",
+                   theirs.entered == 0 ? "before any collective" : join("last in ", theirs.place),
                    "; look at its own output and at its machine's log"));
     } else if (mine.entered == theirs.entered && mine.place != theirs.place) {
       declare(differing(rank, mine.place, next, theirs.place));

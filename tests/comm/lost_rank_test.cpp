@@ -64,6 +64,15 @@ TEST(Rank, DISABLED_Impatient) {
   work_until_it_ends(*group);
 }
 
+TEST(Rank, DISABLED_ImpatientWithASleeper) {
+  const auto group = impatient_group({.period = 100ms, .patience = 1s});
+  if (group->rank() == 1) {
+    say("working");
+    std::this_thread::sleep_for(20s);
+  }
+  work_until_it_ends(*group);
+}
+
 TEST(Rank, DISABLED_FailsInTheThirdStep) {
   const auto group = from_environment();
   for (int step = 0; step < 3; ++step) group->all_reduce(floats(10), "norm").wait();
@@ -174,6 +183,15 @@ TEST(LostRank, FrozenIsNamedByItsMissingBeat) {
                 AllOf(ContainsRegex("rank 2 \\(host .*\\) disappeared: no sign of life for 1 s"),
                       HasSubstr("all_reduce of 'norm'")));
   }
+}
+
+TEST(LostRank, KilledBeforeItDidAnythingIsNamedToo) {
+  const auto ranks = start_ranks("ImpatientWithASleeper", 2);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  std::this_thread::sleep_for(500ms);
+  ranks[1]->signal(SIGKILL);
+  EXPECT_TRUE(ranks[0]->wait(20s));
+  EXPECT_THAT(ranks[0]->output(), HasSubstr("no sign of life for 1 s, before any collective; look"));
 }
 
 // It holds the store, so that nobody answers.
