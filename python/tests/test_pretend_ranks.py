@@ -137,3 +137,4 @@ def test_poise_train_runs_on_it(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert "2 ranks over nccl" in said and len(lines[on_gpus]) == 4 + 1
     assert lines[on_gpus] == lines[by_torchrun]
+    assert "destroy_process_group" not in said, "torch's complaint of a group that nobody ended"

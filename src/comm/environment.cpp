@@ -98,6 +98,7 @@ std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int r
     peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*gpu_of(met.launch)));
   }
   if (size == 1) return one_rank(peers.device);
+  peers.owns_backend = true;
   peers.store = met.store;
   if (!name.empty()) peers.store = c10::make_intrusive<::c10d::PrefixStore>(name, met.store);
   try {
@@ -108,7 +109,7 @@ std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int r
     lost_store(met.launch, error);
   }
   WatchSettings settings;
-  if (met.launch.rank == 0 && !met.launch.store_runs) settings.linger = kLinger;
+  if (met.on_gpus || (met.launch.rank == 0 && !met.launch.store_runs)) settings.linger = kLinger;
   return group_of(peers, options, settings);
 }
 

@@ -22,11 +22,22 @@ class OnGpu final : public Backend {
       : rank_(peers.rank),
         size_(peers.size),
         backend_(peers.backend),
+        owns_backend_(peers.owns_backend),
         one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))),
         notes_(peers.store) {
     if (!peers.store) return;
     watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
                                      [this](const std::string& message) { end(message); });
+  }
+
+  // NCCL's end waits for the other ranks', which come to it only where all are here.
+  ~OnGpu() override {
+    const bool together = watch_ && watch_->end();
+    if (!owns_backend_ || !together || failure_.happened()) return;
+    try {
+      backend_->shutdown();
+    } catch (const std::exception&) {  // the group is of no more use either way
+    }
   }
 
   std::string name() const override { return "nccl"; }
@@ -105,6 +116,7 @@ class OnGpu final : public Backend {
   const int rank_;
   const int size_;
   c10d_calls::BackendPtr backend_;
+  const bool owns_backend_;
   at::Tensor one_;
   Failure failure_;
   StoreNotes notes_;

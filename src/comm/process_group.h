@@ -15,6 +15,7 @@ struct Peers {
   int rank = 0;
   int size = 1;
   c10::Device device = c10::Device(c10::kCPU);
+  bool owns_backend = false;  // nobody else will end it
 };
 
 std::shared_ptr<Group> group_of(const Peers& peers, Options options, WatchSettings settings);

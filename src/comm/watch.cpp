@@ -196,6 +196,8 @@ struct Watch::State {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       done = store->add("done", 0);
     }
+    const std::lock_guard lock(mutex);
+    all_have_left = done >= size;
   }
 
   const c10d_calls::StorePtr store;
@@ -216,6 +218,7 @@ struct Watch::State {
   std::atomic<bool> reported = false;
   bool stopping = false;
   bool ended = false;
+  bool all_have_left = false;
 
   // The thread's own.
   int known = 0;
@@ -260,12 +263,14 @@ Watch::Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings setti
       thread_([state = state_] { run(state); }),
       answers_([state = state_] { state->wait_for_answers(); }) {}
 
-Watch::~Watch() {
+bool Watch::end() {
+  if (!thread_.joinable()) return false;
   std::unique_lock lock(state_->mutex);
   state_->stopping = true;
   state_->changed.notify_all();
   const auto longest = state_->settings.linger + kJoin;
   const bool ended = state_->changed.wait_for(lock, longest, [&] { return state_->ended; });
+  const bool together = state_->all_have_left;
   lock.unlock();
   answers_.join();
   if (ended) {
@@ -275,6 +280,7 @@ Watch::~Watch() {
     const std::lock_guard calling(state_->calling);
     state_->failed = nullptr;
   }
+  return together;
 }
 
 void Watch::enter(const Call& call) {

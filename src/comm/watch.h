@@ -25,7 +25,7 @@ struct WatchSettings {
   std::chrono::milliseconds period{1000};
   std::chrono::milliseconds patience{10 * 1000};  // without a beat: the rank is gone
   std::chrono::milliseconds answer{2500};         // what a question to the store may take
-  std::chrono::milliseconds linger{0};  // how long the destructor lets the others finish first
+  std::chrono::milliseconds linger{0};            // how long the end lets the others finish first
 };
 
 class Watch {
@@ -34,9 +34,12 @@ class Watch {
   // group's failure.
   Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
         std::function<void(const std::string&)> failed);
-  ~Watch();
+  ~Watch() { end(); }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
+
+  // Says goodbye and ends the thread; whether all ranks have said it within `linger`.
+  bool end();
 
   void enter(const Call& call);  // this rank is now in it
   void leave();                  // for the wording of errors only
