@@ -39,6 +39,13 @@ def settings_of(config: Config) -> dict[str, Any]:
     return json.loads(config.to_json())
 
 
+def keeps_whole(settings: Mapping[str, Any]) -> bool:
+    """Whether parameters stay whole on the device. If not, the engine moves the model there, unit by
+    unit: it may be larger than a GPU."""
+    zero, offload = settings.get("zero", {}), settings.get("offload", {})
+    return zero.get("stage", 0) != 3 and offload.get("parameters", "none") == "none"
+
+
 def _to_json(settings: Mapping) -> str:
     try:
         return json.dumps(settings, allow_nan=False)

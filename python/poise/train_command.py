@@ -27,7 +27,7 @@ from poise import (
     trainer_data,
 )
 from poise._C import Error
-from poise.config import settings_of
+from poise.config import keeps_whole, settings_of
 from poise.engine import Engine
 from poise.loss import Loss
 from poise.model_call import ModelCall
@@ -121,10 +121,8 @@ class _Run:
             )
         seed_everything(settings["engine"]["seed"])
         made = imported.load(file.function, file.arguments, file.path.parent)
-        zero, offload = settings["zero"], settings["offload"]
-        # The engine moves a model that it shards, unit by unit: it may be larger than a GPU.
-        waits = zero["stage"] == 3 or offload["parameters"] != "none"
-        self._model = made.model if waits else model_view.moved_to(made.model, self._device)
+        whole = keeps_whole(settings)
+        self._model = model_view.moved_to(made.model, self._device) if whole else made.model
         self._data = run_data.of_run(made, settings, self._accumulation, file.given)
         self._call = ModelCall(self._model, shift_labels=self._data.shift_labels)
         if self._balance_is_open:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from poise import model_view, ranks, torch_optimizer, torch_settings
 from poise._C import Error
+from poise.config import keeps_whole
 from poise.deepspeed import launch, optimizers, schedules
 from poise.deepspeed.config import Settings, read
 from poise.deepspeed.engine import DeepSpeedEngine
@@ -63,7 +64,7 @@ def initialize(
     settings = read(_config_of(args, config, config_params), ranks.here().size)
     if ranks.here().rank == 0:
         settings.tell_notes()
-    if not _shards_parameters(settings.engine):
+    if keeps_whole(settings.engine):
         model_view.moved_to(model, device)
     optimizer = _optimizer(optimizer, model, model_parameters, settings)
     scheduler = _scheduler(lr_scheduler, optimizer, settings)
@@ -76,12 +77,6 @@ def initialize(
         engine = Engine(model, sections, device=device)
         wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
     return wrapped, optimizer, wrapped.loader, scheduler
-
-
-def _shards_parameters(settings: Mapping[str, Any]) -> bool:
-    """Then the engine moves the model, unit by unit: it may be larger than a GPU."""
-    zero, offload = settings.get("zero", {}), settings.get("offload", {})
-    return zero.get("stage", 0) == 3 or offload.get("parameters", "none") != "none"
 
 
 def _config_of(args: Any, *given: Any) -> Any:
