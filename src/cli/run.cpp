@@ -34,8 +34,7 @@ void describe_machine(CLI::App& plan, PlanArguments& arguments) {
       "--gpus", arguments.gpus,
       "count and device, 8 to a node: 8xH100-80GB (a part of the name is enough: 8xH100); a JSON "
       "file that describes one: 8xdevice.json (memory, half_flops, memory_rate, ...); or the GPU "
-      "that "
-      "--calibrate measured: 8xthis");
+      "that --calibrate measured: 8xthis");
   const auto count = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
   auto* nodes = plan.add_option("--nodes", arguments.nodes, "nodes of so many devices each");
   auto* per_node = plan.add_option("--per-node", arguments.per_node, "devices of a node");
@@ -51,8 +50,7 @@ void describe_machine(CLI::App& plan, PlanArguments& arguments) {
       ->check(CLI::Range(1e-6, 1.0));
   plan.add_flag("--calibrate", arguments.calibrate,
                 "measure this machine (the CPU for as many threads as torch has, the disk of this "
-                "folder, the first "
-                "GPU) and keep the rates for plans");
+                "folder, the first GPU) and keep the rates for plans");
   plan.add_option("--machine", arguments.machine,
                   "file of measured rates; default: $POISE_MACHINE, else "
                   "~/.config/poise/machine.json");

@@ -216,8 +216,7 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
       replica->size() > 1) {
     fail("engine",
          "offload.gradients is host on GPUs in shard groups, whose sums are joined over the groups "
-         "in "
-         "memory of the device only; leave it out, or let all ranks shard together "
+         "in memory of the device only; leave it out, or let all ranks shard together "
          "(zero.shard_group_size 0)");
   }
   return ranks;
