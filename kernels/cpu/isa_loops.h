@@ -33,6 +33,10 @@ void lion_8bit(const Lion8BitArrays&, std::int64_t begin, std::int64_t count, co
                const RandomPlace&);
 void sgd(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
 void pack(DType, DType, const void*, void*, std::int64_t begin, std::int64_t count, float scale);
+std::uint64_t digest(const void* data, std::size_t size);
+void digest_begin(DigestState&);
+void digest_update(DigestState&, const void* data, std::size_t size);
+std::uint64_t digest_value(const DigestState&);
 std::uint32_t stream_read(const float*, std::int64_t begin, std::int64_t count);
 void stream_update(const AdamArrays&, std::int64_t begin, std::int64_t count);
 

@@ -4,6 +4,7 @@
 #include "kernels/backends.h"
 #include "kernels/chunks.h"
 #include "kernels/cpu/loops.h"
+#include "kernels/digest.h"
 #include "kernels/stream.h"
 
 namespace poise::kernels::cpu {
@@ -231,6 +232,16 @@ void pack(const Launch& launch, DType source_dtype, DType target_dtype, const Pa
 }  // namespace poise::kernels::cpu
 
 namespace poise::kernels {
+
+std::uint64_t digest(const void* data, std::size_t size) { return cpu::loops().digest(data, size); }
+
+void digest_begin(DigestState& state) { cpu::loops().digest_begin(state); }
+
+void digest_update(DigestState& state, const void* data, std::size_t size) {
+  cpu::loops().digest_update(state, data, size);
+}
+
+std::uint64_t digest_value(const DigestState& state) { return cpu::loops().digest_value(state); }
 
 std::uint32_t stream_read(const Launch& launch, const float* array, std::int64_t numel) {
   const cpu::Loops& loop = cpu::loops();

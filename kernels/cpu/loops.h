@@ -9,6 +9,7 @@
 #include "kernels/adafactor.h"
 #include "kernels/adamw.h"
 #include "kernels/adamw_low.h"
+#include "kernels/digest.h"
 #include "kernels/isa.h"
 #include "kernels/lamb.h"
 #include "kernels/lars.h"
@@ -49,6 +50,10 @@ struct Loops {
   void (*sgd)(const SgdArrays&, std::int64_t begin, std::int64_t count, const SgdConstants&);
   void (*pack)(DType source_dtype, DType target_dtype, const void* source, void* target,
                std::int64_t begin, std::int64_t count, float scale);
+  std::uint64_t (*digest)(const void* data, std::size_t size);
+  void (*digest_begin)(DigestState&);
+  void (*digest_update)(DigestState&, const void* data, std::size_t size);
+  std::uint64_t (*digest_value)(const DigestState&);
   std::uint32_t (*stream_read)(const float* array, std::int64_t begin, std::int64_t count);
   void (*stream_update)(const AdamArrays&, std::int64_t begin, std::int64_t count);
 };

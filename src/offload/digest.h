@@ -1,29 +1,33 @@
-// XXH64, the 64-bit xxHash (Y. Collet, https://xxhash.com, seed 0): as fast as memory, and every
-// flipped bit shows. Against bytes that changed behind our back, not against an adversary: the
-// checksum of the files of saves and of the blocks of the file store.
+// Checksums of the files of saves and of what a manifest says. xxHash (Y. Collet,
+// https://xxhash.com, seed 0): against bytes that changed behind our back, not against an
+// adversary.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
+#include "kernels/digest.h"
+
 namespace poise::offload {
+
+enum class Hash : std::uint8_t {
+  xxh3,
+  xxh64,  // of manifests, and of the files of saves before version 3 of the format
+};
 
 class Digest {
  public:
+  explicit Digest(Hash hash = Hash::xxh3);
   void update(const void* data, std::size_t size);
   std::uint64_t value() const;
 
  private:
-  std::array<std::uint64_t, 4> lanes_ = {0x60EA27EEADC0B5D6u, 0xC2B2AE3D27D4EB4Fu, 0,
-                                         0x61C8864E7A143579u};
-  std::array<unsigned char, 32> rest_{};
-  std::size_t in_rest_ = 0;
-  std::uint64_t total_ = 0;
+  Hash hash_;
+  kernels::DigestState state_;
 };
 
-std::uint64_t digest_of(const std::string& bytes);
+std::uint64_t xxh64_of(const std::string& bytes);
 std::string hex(std::uint64_t digest);  // 16 digits
 
 }  // namespace poise::offload

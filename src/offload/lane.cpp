@@ -5,7 +5,7 @@
 #include <cstring>
 #include <exception>
 
-#include "offload/digest.h"
+#include "kernels/digest.h"
 #include "poise/error.h"
 
 namespace poise::offload {
@@ -13,9 +13,8 @@ namespace {
 
 // Of a block. 0 is none: it was never written.
 std::uint64_t checksum(const BlockRequest& request) {
-  Digest digest;
-  digest.update(request.data, static_cast<std::size_t>(request.bytes));
-  return std::max<std::uint64_t>(1, digest.value());
+  return std::max<std::uint64_t>(
+      1, kernels::digest(request.data, static_cast<std::size_t>(request.bytes)));
 }
 
 }  // namespace

@@ -146,7 +146,8 @@ void commit_folder(const std::string& directory, const std::string& temporary,
     const auto whole = in(temporary, path);
     sync(whole);
     const InputFile file(whole);
-    manifest.files.push_back({path, file.size(), file.digest(), std::nullopt});
+    const auto hash = offload::Hash::xxh3;
+    manifest.files.push_back({path, file.size(), file.digest(hash), hash, std::nullopt});
   }
   write_new_file(in(temporary, kManifest), to_text(manifest));
   for (const auto& folder : folders) sync(folder);

@@ -121,9 +121,9 @@ void InputFile::read(void* target, std::size_t size, std::uint64_t offset) const
   }
 }
 
-std::uint64_t InputFile::digest() const {
+std::uint64_t InputFile::digest(offload::Hash hash) const {
   const auto tile = std::make_unique<char[]>(kReadTile);
-  offload::Digest digest;
+  offload::Digest digest(hash);
   for (std::uint64_t at = 0; at < size_;) {
     const auto length = static_cast<std::size_t>(std::min<std::uint64_t>(kReadTile, size_ - at));
     // The kernel's own read-ahead is far too short for a fast disk.

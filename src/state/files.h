@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "offload/digest.h"
 #include "offload/direct_file.h"
 
 namespace poise::state {
@@ -39,7 +40,7 @@ class InputFile {
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }
   void read(void* target, std::size_t size, std::uint64_t offset) const;
-  std::uint64_t digest() const;  // of all of it
+  std::uint64_t digest(offload::Hash hash) const;  // of all of it
 
  private:
   std::string path_;

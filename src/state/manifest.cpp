@@ -21,6 +21,8 @@ constexpr char kOpening[] = "{\n  \"xxh64\": \"";
 constexpr std::size_t kDigitsAt = sizeof(kOpening) - 1;
 constexpr std::size_t kDigits = 16;
 
+const char* key_of(offload::Hash hash) { return hash == offload::Hash::xxh3 ? "xxh3" : "xxh64"; }
+
 template <class T>
 Json or_null(const std::optional<T>& value) {
   return value ? Json(*value) : Json(nullptr);
@@ -42,7 +44,7 @@ Json to_json(const Manifest& m) {
   for (const auto& f : m.files) {
     files.push_back({{"name", f.name},
                      {"bytes", f.bytes},
-                     {"xxh64", offload::hex(f.digest)},
+                     {key_of(f.hash), offload::hex(f.digest)},
                      {"rank", or_null(f.rank)}});
   }
   const auto& p = m.progress;
@@ -57,7 +59,7 @@ Json to_json(const Manifest& m) {
   return {
       {"xxh64", std::string(kDigits, '0')},
       {"format", "poise-state"},
-      {"version", plain ? 1 : 2},
+      {"version", kVersion},
       {"written_by", m.written_by},
       {"updates", p.updates},
       {"skipped", p.skipped},
@@ -236,7 +238,8 @@ SavedFile file_from(const Json& json, const std::string& path) {
   file.name = reader.text("name");
   if (!stays_inside(file.name)) reader.refuse("the name of a file");
   file.bytes = static_cast<std::uint64_t>(reader.count("bytes"));
-  file.digest = reader.digits("xxh64");
+  file.hash = reader.knows("xxh3") ? offload::Hash::xxh3 : offload::Hash::xxh64;
+  file.digest = reader.digits(key_of(file.hash));
   if (reader.has("rank")) file.rank = reader.count("rank");
   return file;
 }
@@ -246,7 +249,7 @@ void check_digest(std::string text, const std::string& path) {
       text.size() > kDigitsAt + kDigits && text.compare(0, kDigitsAt, kOpening) == 0;
   const auto said = begins_well ? text.substr(kDigitsAt, kDigits) : std::string();
   if (begins_well) text.replace(kDigitsAt, kDigits, kDigits, '0');
-  if (!begins_well || offload::hex(offload::digest_of(text)) != said) {
+  if (!begins_well || offload::hex(offload::xxh64_of(text)) != said) {
     fail("state", path, " is damaged: its checksum is not that of its text; load another save");
   }
 }
@@ -276,7 +279,7 @@ std::string to_text(const Manifest& manifest) {
     fail("state", "a name or value to save is no UTF-8 text: ", error.what(), "; change it");
   }
   POISE_CHECK(text.compare(0, kDigitsAt, kOpening) == 0);
-  return text.replace(kDigitsAt, kDigits, offload::hex(offload::digest_of(text)));
+  return text.replace(kDigitsAt, kDigits, offload::hex(offload::xxh64_of(text)));
 }
 
 Manifest manifest_from(const std::string& text, const std::string& path) {

@@ -7,11 +7,14 @@
 #include <string>
 #include <vector>
 
+#include "offload/digest.h"
+
 namespace poise::state {
 
 inline constexpr char kManifest[] = "manifest.json";
 // Of the format; a reader refuses newer ones. 2: moments that are not fp32 numbers of elements.
-inline constexpr std::int64_t kVersion = 2;
+// 3: files with XXH3 instead of XXH64.
+inline constexpr std::int64_t kVersion = 3;
 
 // A parameter's spans count elements in the order in which it lies in memory.
 struct SavedParameter {
@@ -58,11 +61,12 @@ struct SavedFile {
   std::string name;  // its path inside the save
   std::uint64_t bytes = 0;
   std::uint64_t digest = 0;
-  std::optional<std::int64_t> rank;  // whose shard it is
+  offload::Hash hash = offload::Hash::xxh3;  // of the digest
+  std::optional<std::int64_t> rank;          // whose shard it is
 };
 
 struct Manifest {
-  std::int64_t version = 1;
+  std::int64_t version = kVersion;
   std::string written_by;  // version of poise
   std::string config;      // its JSON
   std::uint64_t table_hash = 0;

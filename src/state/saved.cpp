@@ -107,7 +107,7 @@ std::map<std::string, std::string> Saved::own(int rank, int ranks) const {
 void Saved::verify(int part, int of) const {
   for (std::size_t i = static_cast<std::size_t>(part); i < manifest_.files.size();
        i += static_cast<std::size_t>(of)) {
-    if (file(i).digest() != manifest_.files[i].digest) {
+    if (file(i).digest(manifest_.files[i].hash) != manifest_.files[i].digest) {
       fail("state", file(i).path(),
            " is damaged: its checksum is not the one it was saved with; load another save");
     }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "state/files.h"
+#include "state/manifest.h"
 #include "state/training.h"
 
 namespace poise {
@@ -61,6 +62,32 @@ TEST_F(Damage, AnyFlippedBitOfAnyFile) {
     }
     folder.write(path.substr(folder.path().size() + 1) + "/" + name, good);
   }
+  engine.load(path);
+  EXPECT_EQ(engine.updates(), 2);
+}
+
+// Versions before 3 of the format had another checksum of their files.
+TEST_F(Damage, ASaveOfAnEarlierVersionIsReadAndChecked) {
+  const auto inside = path.substr(folder.path().size() + 1) + "/";
+  const auto shard = inside + "rank-00001.safetensors";
+  auto manifest = state::read_manifest(path);
+  for (auto& file : manifest.files) {
+    file.hash = offload::Hash::xxh64;
+    file.digest = offload::xxh64_of(testing::bytes_of(state::in(path, file.name)));
+  }
+  auto text = state::to_text(manifest);
+  ASSERT_NE(text.find("\"version\": 3"), std::string::npos);
+  text.replace(text.find("\"version\": 3"), 12, "\"version\": 1");
+  constexpr std::size_t kDigitsAt = sizeof("{\n  \"xxh64\": \"") - 1;
+  text.replace(kDigitsAt, 16, 16, '0');
+  text.replace(kDigitsAt, 16, offload::hex(offload::xxh64_of(text)));
+  folder.write(inside + state::kManifest, text);
+  auto bytes = testing::bytes_of(state::in(path, "rank-00001.safetensors"));
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  folder.write(shard, bytes);
+  expect_refused("rank-00001.safetensors is damaged: its checksum");
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  folder.write(shard, bytes);
   engine.load(path);
   EXPECT_EQ(engine.updates(), 2);
 }

@@ -23,12 +23,13 @@ std::string sealed(Json manifest, const std::string& folder) {
     if (!is_file(path)) continue;
     const auto bytes = testing::bytes_of(path);
     file["bytes"] = bytes.size();
-    file["xxh64"] = offload::hex(offload::digest_of(bytes));
+    offload::Digest digest;
+    digest.update(bytes.data(), bytes.size());
+    file["xxh3"] = offload::hex(digest.value());
   }
   manifest["xxh64"] = std::string(16, '0');
   auto text = manifest.dump(2) + '\n';
-  return text.replace(std::strlen("{\n  \"xxh64\": \""), 16,
-                      offload::hex(offload::digest_of(text)));
+  return text.replace(std::strlen("{\n  \"xxh64\": \""), 16, offload::hex(offload::xxh64_of(text)));
 }
 
 // Everything that a load would read.
