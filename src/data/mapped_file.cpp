@@ -48,6 +48,8 @@ MappedFile::MappedFile(std::string path, Access access) : path_(std::move(path))
       ::mmap(nullptr, static_cast<std::size_t>(bytes_), PROT_READ, MAP_PRIVATE, file.get(), 0);
   if (map == MAP_FAILED) fail_on("map", path_);
   map_ = static_cast<const unsigned char*>(map);
+  device_ = status.st_dev;
+  inode_ = status.st_ino;
 }
 
 MappedFile::~MappedFile() {
@@ -57,11 +59,28 @@ MappedFile::~MappedFile() {
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : path_(std::move(other.path_)),
       bytes_(other.bytes_),
-      map_(std::exchange(other.map_, nullptr)) {}
+      map_(std::exchange(other.map_, nullptr)),
+      device_(other.device_),
+      inode_(other.inode_) {}
+
+// Memory behind the end of a file ends the process when it is read. A file that was removed or
+// replaced is still there for its map.
+void MappedFile::check_length(std::int64_t end) const {
+  struct stat status {};
+  if (::stat(path_.c_str(), &status) != 0) return;
+  const bool same = status.st_dev == device_ && status.st_ino == inode_;
+  if (same && status.st_size < end) fail_on_end(status.st_size);
+}
+
+void MappedFile::fail_on_end(std::int64_t offset) const {
+  fail("data", "file became shorter while it was read: ", path_, " ended at byte ", offset, " of ",
+       bytes_, "; leave the files as they are during a run");
+}
 
 void MappedFile::copy(std::int64_t offset, std::int64_t count, unsigned char* to) const {
   POISE_CHECK(offset >= 0 && count >= 0 && offset + count <= bytes_, path_);
   if (map_) {
+    check_length(offset + count);
     std::memcpy(to, map_ + offset, static_cast<std::size_t>(count));
     return;
   }
@@ -71,10 +90,7 @@ void MappedFile::copy(std::int64_t offset, std::int64_t count, unsigned char* to
     const ssize_t got = ::pread(file.get(), to, static_cast<std::size_t>(count), offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail_on("read", path_);
-    if (got == 0) {
-      fail("data", "file became shorter while it was read: ", path_, " ended at byte ", offset,
-           " of ", bytes_, "; leave the files as they are during a run");
-    }
+    if (got == 0) fail_on_end(offset);
     to += got;
     offset += got;
     count -= got;

@@ -1,6 +1,8 @@
 // One file's bytes, read only: mapped, or read piece by piece where maps would run out.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 
@@ -25,9 +27,14 @@ class MappedFile {
   void copy(std::int64_t offset, std::int64_t count, unsigned char* to) const;
 
  private:
+  void check_length(std::int64_t end) const;
+  [[noreturn]] void fail_on_end(std::int64_t offset) const;
+
   std::string path_;
   std::int64_t bytes_ = 0;
   const unsigned char* map_ = nullptr;  // null: read from the file
+  dev_t device_ = 0;                    // of what is mapped
+  ino_t inode_ = 0;
 };
 
 }  // namespace poise::data

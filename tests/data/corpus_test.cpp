@@ -158,7 +158,7 @@ TEST(Walk, IsSortedBySuffixAndStaysInTheFolder) {
   EXPECT_EQ(walk({dir / "leak.py"}, ".py").size(), 1u);
 }
 
-TEST(MappedFile, WithoutAMapItReadsTheSameAndNoticesAShorterFile) {
+TEST(MappedFile, ReadsTheSameWithAndWithoutAMapAndNoticesAShorterFile) {
   const TempFolder dir;
   const auto path = dir.write("f", "0123456789");
   for (const auto access : {MappedFile::Access::mapped, MappedFile::Access::read}) {
@@ -167,11 +167,42 @@ TEST(MappedFile, WithoutAMapItReadsTheSameAndNoticesAShorterFile) {
     file.copy(3, 4, reinterpret_cast<unsigned char*>(got.data()));
     EXPECT_EQ(got, "3456");
   }
-  const MappedFile file(path, MappedFile::Access::read);
+  const MappedFile read(path, MappedFile::Access::read), map(path, MappedFile::Access::mapped);
+  const auto copied = [](const MappedFile& file, std::int64_t offset, std::int64_t count) {
+    std::string got(static_cast<std::size_t>(count), ' ');
+    return std::pair(
+        message_of([&] { file.copy(offset, count, reinterpret_cast<unsigned char*>(got.data())); }),
+        got);
+  };
   fs::resize_file(path, 5);
-  unsigned char to[8];
-  EXPECT_THAT(message_of([&] { file.copy(2, 8, to); }),
-              HasSubstr("became shorter while it was read: " + path));
+  for (const auto* file : {&read, &map}) {
+    EXPECT_THAT(copied(*file, 2, 8).first,
+                HasSubstr("became shorter while it was read: " + path + " ended at byte 5 of 10"));
+    EXPECT_EQ(copied(*file, 1, 4).second, "1234");
+  }
+}
+
+// An editor's way to save, and a folder that is cleaned up: what is mapped stays what it was.
+TEST(MappedFile, AFileThatWasReplacedOrRemovedIsStillThere) {
+  const TempFolder dir;
+  const MappedFile file(dir.write("f", "0123456789"), MappedFile::Access::mapped);
+  std::string got(10, ' ');
+  const auto copy = [&] { file.copy(0, 10, reinterpret_cast<unsigned char*>(got.data())); };
+  fs::rename(dir.write("new", "a"), dir / "f");
+  EXPECT_NO_THROW(copy());
+  fs::remove(dir / "f");
+  EXPECT_NO_THROW(copy());
+  EXPECT_EQ(got, "0123456789");
+}
+
+// A file that is cut while a run reads it: pages behind its end may not be touched.
+TEST(ByteCorpus, AFileCutShortIsAnErrorAndNotTheEndOfTheProcess) {
+  const TempFolder dir;
+  const auto path = dir.write("f", std::string(1 << 20, 'x'));
+  const ByteCorpus corpus({.paths = {path}, .sequence_length = 100});
+  fs::resize_file(path, 1000);
+  EXPECT_EQ(text_of(corpus.sample(3).input), std::string(100, 'x'));
+  EXPECT_THAT(message_of([&] { corpus.sample(9000); }), HasSubstr("became shorter"));
 }
 
 // Anonymous memory of this process in KiB; pages of mapped files belong to the page cache.
