@@ -1,8 +1,11 @@
 // Parameters of every kind survive being re-homed: tied, frozen, 0-dim, empty, transposed, unused,
 // mixed.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <gtest/gtest.h>
 
+#include "poise/log.h"
 #include "support/tiny_model.h"
 
 namespace poise {
@@ -92,12 +95,39 @@ TEST(Parameters, BadModelsAreRefused) {
   EXPECT_THROW(build({{"a", normal({8, 8}, 1).narrow(1, 0, 3)}}), Error) << "gaps";
   EXPECT_THROW(build({{"a", normal({8}, 1).expand({3, 8})}}), Error) << "repeats";
   EXPECT_THROW(build({{"a", normal({2}, 1)}, {"a", normal({2}, 2)}}), Error) << "one name twice";
+  EXPECT_THROW(build({{"a", normal({2}, 1)}, {"b", at::empty({2}, at::kMeta)}}), Error)
+      << "several devices";
   ModelView frozen{{{"a", normal({2}, 1)}}, {}, {}};
   EXPECT_THROW(Engine(frozen, Config{}), Error) << "nothing to train";
   Config config;
   config.optimizer.groups.push_back({"no.such.*", 1, 0});
   ModelView one{{{"a", normal({2}, 1).requires_grad_()}}, {}, {}};
   EXPECT_THROW(Engine(one, config), Error) << "a group that matches nothing";
+}
+
+// Of an embedding that asks for sparse gradients.
+TEST(Parameters, SparseGradientsAreSummedAsDenseOnesAndSaidOnce) {
+  std::vector<std::string> lines;
+  const auto old =
+      log::set_sink([&](log::Level, const std::string& line) { lines.push_back(line); });
+  const auto trained = [](bool sparse) {
+    auto table = normal({20, 4}, 1).requires_grad_();
+    Engine engine(ModelView{{{"table", table}}, {}, {}}, Config{});
+    for (int update = 0; update < 2; ++update) {
+      engine.step(2, [&](std::size_t i) {
+        const auto ids = at::arange(6) + static_cast<std::int64_t>(3 * i);  // 3 rows of both
+        return Loss::mean(at::embedding(table, ids, -1, false, sparse).pow(2).mean(), 6);
+      });
+    }
+    return table.detach().clone();
+  };
+  const auto dense = trained(false);
+  EXPECT_TRUE(lines.empty());
+  EXPECT_TRUE(trained(true).equal(dense));
+  log::set_sink(old);
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_NE(lines[0].find("'table' is sparse; sparse gradients are made dense"), std::string::npos)
+      << lines[0];
 }
 
 TEST(Parameters, GroupsChooseRateAndDecay) {
