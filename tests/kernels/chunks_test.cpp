@@ -6,8 +6,12 @@
 #include <sys/mman.h>
 
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "kernels/adamw.h"
+#include "kernels/cpu/loops.h"
+#include "kernels/isa.h"
 #include "kernels/norm.h"
 #include "kernels/pack.h"
 #include "kernels/sgd.h"
@@ -80,7 +84,10 @@ TEST(BigIndices, KernelsReachElementsPastThirtyTwoBits) {
   for (const Sparse* sparse : {&master, &moment1, &moment2, &gradient, &low}) {
     if (!sparse->ok()) GTEST_SKIP() << "this machine does not map 80 GiB of address space";
   }
-  for (const Backend backend : {Backend::reference, Backend::cpu}) {
+  std::vector<std::pair<Backend, Isa>> targets{{Backend::reference, Isa::baseline}};
+  for (const Isa isa : available_isas()) targets.emplace_back(Backend::cpu, isa);
+  for (const auto& [backend, isa] : targets) {
+    const IsaOverride forced(isa);
     Launch launch;
     launch.backend = backend;
     gradient.as<float>()[kBig] = 3;
@@ -102,9 +109,38 @@ TEST(BigIndices, KernelsReachElementsPastThirtyTwoBits) {
     EXPECT_NEAR(master.as<float>()[kBig], -0.5, 1e-5);
     EXPECT_EQ(low.as<std::uint16_t>()[kBig], 0xBF00);
 
+    const SgdSegment slow{kBig - 5, kEnd, 0.25, 0};
+    SgdArrays momentum;
+    momentum.master = master.as<float>();
+    momentum.momentum = moment1.as<float>();
+    momentum.gradient = gradient.as<float>();
+    momentum.low = low.as<void>();
+    master.as<float>()[kBig] = moment1.as<float>()[kBig] = 0;
+    sgd(launch, momentum, &slow, 1, {0.9, false, 1.0});
+    EXPECT_EQ(master.as<float>()[kBig], -0.75f);
+    EXPECT_EQ(low.as<std::uint16_t>()[kBig], 0xBF40);
+
     const PackPiece copy{gradient.as<float>() + kBig, low.as<std::uint16_t>() + kBig, 50};
     pack(launch, DType::f32, DType::bf16, &copy, 1, 1.0f);
     EXPECT_EQ(low.as<std::uint16_t>()[kBig], 0x4040);
+  }
+}
+
+// accumulate() has no way to begin late, so its loop over a late chunk is called as it would be.
+TEST(BigIndices, AccumulateReachesElementsPastThirtyTwoBits) {
+  const Sparse accumulator((kBig + 100) * 4), gradient((kBig + 100) * 4);
+  if (!accumulator.ok() || !gradient.ok()) GTEST_SKIP() << "no 32 GiB of address space";
+  gradient.as<float>()[kBig] = 3;
+  for (const Isa isa : available_isas()) {
+    const IsaOverride forced(isa);
+    for (const bool with_norm : {false, true}) {
+      accumulator.as<float>()[kBig] = 1;
+      const double squares =
+          cpu::loops().accumulate(Accumulate::add, accumulator.as<float>(), DType::f32,
+                                  gradient.as<float>(), kBig - 50, 100, 0.5f, with_norm);
+      EXPECT_EQ(accumulator.as<float>()[kBig], 2.5f) << name_of(isa);
+      EXPECT_EQ(squares, with_norm ? 6.25 : 0) << name_of(isa);
+    }
   }
 }
 
