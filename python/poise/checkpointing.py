@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from poise import _C, model_view
 from poise._C import Error, recomputing
+
+logger = logging.getLogger("poise")
 
 __all__ = ["Handle", "apply", "chunked_cross_entropy", "recompute", "recomputing"]
 
@@ -118,8 +121,8 @@ def apply(
         units: Class names, classes, or shell patterns of module names. None finds the blocks: the
             entries of the ModuleList or Sequential of equal modules that holds most parameters.
 
-    Compiled modules are recomputed as compiled; compile them before, not afterwards (which would run
-    them uncompiled). Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
+    Compiled modules are recomputed as compiled; compile them before, not afterwards, which would run
+    them uncompiled and is warned of. Names in ``state_dict`` stay. Call ``remove()`` on the result before pickling the model.
     """
     chosen = select(model, policy, n, units)
     for name, module in chosen.items():
@@ -196,9 +199,14 @@ class _Recomputed:
         self.selective = selective
         self.own = module.__dict__.get(_place(module))  # None: the class's
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _warn_of_compiling(type(self.module).__name__)
+        return self._run(*args, **kwargs)
+
     # A compiler around it would move what is saved out of the region.
     @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         run = _recompute_selectively if self.selective else _recompute
         return run(self._forward, args, kwargs, self._statistics())
 
@@ -210,6 +218,21 @@ class _Recomputed:
     def _statistics(self) -> list[torch.Tensor]:
         norm = nn.modules.batchnorm._NormBase  # batch norms and instance norms
         return [b for m in self.module.modules() if isinstance(m, norm) for b in m.buffers(False)]
+
+
+_warned: set[str] = set()  # classes of blocks
+
+
+@torch.compiler.disable
+def _warn_of_compiling(kind: str) -> None:
+    if kind in _warned:
+        return
+    _warned.add(kind)
+    logger.warning(
+        "[checkpointing] recomputed blocks (%s) run uncompiled inside what was compiled around them; "
+        "compile the blocks themselves, before their engine is made (said once)",
+        kind,
+    )
 
 
 def _recompute_selectively(

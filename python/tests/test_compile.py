@@ -1,6 +1,7 @@
 """Compiled models and blocks train as uncompiled ones, with recomputation too."""
 
 import copy
+import logging
 import os
 import shutil
 
@@ -95,7 +96,10 @@ def test_compiled_blocks_are_recomputed_as_compiled(compiled, backend, policy):
 
 @pytest.mark.parametrize("policy", ["every_n", "selective"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_compiling_after_the_engine_was_made_is_no_error_but_runs_blocks_uncompiled(whole, policy):
+def test_blocks_that_run_uncompiled_since_compiling_came_later_are_told(
+    whole, policy, caplog, monkeypatch
+):
+    monkeypatch.setattr(checkpointing, "_warned", set())
     plain, model, counting = tiny(), tiny(), Counting("aot_eager")
     engine = poise.Engine(model, settings(Recipe(), checkpointing={"policy": policy}))
     called = model
@@ -103,9 +107,12 @@ def test_compiling_after_the_engine_was_made_is_no_error_but_runs_blocks_uncompi
         called = torch.compile(model, backend=counting)
     else:
         in_place(model, counting)
-    losses = [engine.step(w, lambda p: (called(**p), counted(p))).loss for w in WINDOWS]
+    with caplog.at_level(logging.WARNING, logger="poise"):
+        losses = [engine.step(w, lambda p: (called(**p), counted(p))).loss for w in WINDOWS]
     assert losses == train(plain)
     assert (counting.graphs > 0) == whole  # what is around the blocks
+    told = [r.getMessage() for r in caplog.records if "run uncompiled" in r.getMessage()]
+    assert len(told) == 1 and "(Block)" in told[0]
 
 
 def forwards(model, backend):
