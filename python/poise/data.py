@@ -159,6 +159,10 @@ class WindowIterator:
         return self
 
     def __next__(self) -> list[Any]:
+        with torch.profiler.record_function("poise::data"):
+            return self._next()
+
+    def _next(self) -> list[Any]:
         while True:
             if self._epochs is not None and self._epoch >= self._epochs:
                 raise StopIteration

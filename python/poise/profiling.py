@@ -45,7 +45,8 @@ class Profiling:
         self.path: Path | None = None
 
     def before(self, update: int) -> None:
-        if self._steps is None or update != self._steps[0]:
+        """Before its data are read; again where a window was dropped."""
+        if self._steps is None or update != self._steps[0] or self._profiler is not None:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():

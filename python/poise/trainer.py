@@ -351,6 +351,7 @@ class Trainer(TrainerEvaluation):
             if self.args.accumulation_ramp_updates > 0:
                 windows.set_accumulation(self.engine.accumulation)
             saving.before_window()
+            profiling.before(log.state.global_step + 1)
             window = next(windows, None)
             if window is None:
                 break  # an epoch was left early, so that there are fewer updates than planned
@@ -399,7 +400,6 @@ class Trainer(TrainerEvaluation):
         log.event("on_step_begin")
         if log.drops(window):
             return False
-        profiling.before(update)
         if self._torch is not None:
             self._torch.before_update()
         if self._freezing is not None:

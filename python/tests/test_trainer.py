@@ -1,5 +1,6 @@
 """A whole run through poise.Trainer, against a plain loop and against its own arithmetic."""
 
+import collections
 import json
 import logging
 import math
@@ -409,11 +410,40 @@ def test_log_lines_do_not_break_the_bar(tmp_path, capsys):
     )
 
 
+def ranges_of(path):
+    """How often each range of poise's stands in a trace."""
+    trace = json.loads(path.read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    return collections.Counter(name for name in names if name.startswith("poise::"))
+
+
+ONCE = ("data", "open_window", "sum_up", "factor", "optimizer", "loss_scale", "result", "update")
+EACH = ("forward", "weigh_loss", "backward")
+
+
+def stops_of(updates, micro_batches):
+    return {f"poise::{name}": updates for name in ONCE} | {
+        f"poise::{name}": micro_batches for name in EACH
+    }
+
+
 def test_profile_steps_write_a_trace_with_the_stops(tmp_path):
-    poise.Trainer(tiny(), arguments(tmp_path, profile_steps="2-3"), train_dataset=Rows()).train()
-    trace = json.loads((tmp_path / "trace_2_3.json").read_text())
-    names = {event.get("name", "") for event in trace["traceEvents"]}
-    assert any("poise" in name for name in names), sorted(names)[:40]
+    data = Rows(10)  # windows of 2, 2, 1 micro-batches
+    poise.Trainer(tiny(), arguments(tmp_path, profile_steps="2-3"), train_dataset=data).train()
+    assert ranges_of(tmp_path / "trace_2_3.json") == stops_of(updates=2, micro_batches=3)
+
+
+def test_a_loop_of_ones_own_has_the_stops_too(tmp_path):
+    model = tiny()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine = poise.Engine(model, {"batch": {"accumulation": 2}})
+        for piece in next(poise.data.WindowIterator(Rows(4), 2, 2)):
+            engine.backward(engine(**piece), tokens=counted(piece))
+        engine.step()
+        engine.save(tmp_path / "state")
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    expected = stops_of(updates=1, micro_batches=2) | {"poise::build": 1, "poise::save": 1}
+    assert ranges_of(tmp_path / "trace.json") == expected
 
 
 def test_memory_budget_is_enforced(tmp_path):

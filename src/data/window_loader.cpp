@@ -1,4 +1,6 @@
 // WindowLoader: cursor arithmetic, micro-batches of a window, and when to read ahead.
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -88,6 +90,7 @@ WindowLoader::WindowLoader(std::shared_ptr<const Source> source, const SamplerOp
 WindowLoader::~WindowLoader() = default;
 
 std::optional<std::vector<Batch>> WindowLoader::next() {
+  RECORD_USER_SCOPE("poise::data");
   Impl& in = *impl_;
   if (in.cursor >= in.end) return std::nullopt;
   std::vector<Batch> window;

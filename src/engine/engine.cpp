@@ -2,6 +2,7 @@
 #include "poise/engine.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <exception>
@@ -21,6 +22,7 @@ Engine::Engine(const ModelView& model, const Config& config, std::shared_ptr<com
     : Engine(model, config, comm::Ranks{std::move(group), {}, {}}, materialize) {}
 Engine::Engine(const ModelView& model, const Config& config, comm::Ranks ranks,
                const Materialize& materialize) {
+  RECORD_USER_SCOPE("poise::build");
   const auto told = ranks;
   try {
     impl_ = std::make_unique<Impl>(model, config, std::move(ranks), materialize);
@@ -76,7 +78,10 @@ struct Engine::ForwardScope::Impl {
         watch(engine.times.forward_seconds),
         account(engine.ledger, memory::Account::activations),
         autocast(engine.device.type(), precision::autocast_dtype(engine.config.precision)) {
-    if (at::GradMode::is_enabled()) saving = engine.saving_scope();
+    if (at::GradMode::is_enabled()) {
+      if (range.isActive()) range.before("poise::forward");
+      saving = engine.saving_scope();
+    }
     if (!engine.units) return;
     if (at::GradMode::is_enabled()) {
       engine.units->begin_recording();
@@ -103,6 +108,7 @@ struct Engine::ForwardScope::Impl {
     if (others_wait()) owner.lose_window(why);
   }
   Engine::Impl& owner;
+  at::RecordFunction range{at::RecordScope::USER_SCOPE};
   const int exceptions = std::uncaught_exceptions();
   const std::int64_t lost_windows = owner.lost_windows;
   zero::Units* evaluated = nullptr;

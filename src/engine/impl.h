@@ -122,8 +122,11 @@ struct Engine::Impl {
   // The stops, in order; train_step.cpp.
   void open_window(const std::vector<double>& counts);
   Loss forward(const std::function<Loss()>& loss);
+  at::Tensor weigh(const Loss& loss);
   void backward(const Loss& loss, zero::MicroBatch position);
   void sum_up();
+  double factor_of(double clip) const;
+  void next_loss_scale();
   StepResult close_window();
   void discard_window();
 

@@ -1,6 +1,7 @@
 // Stop 13: what a rank brings to a save. Of every flat it writes the elements that would be its own
 // at any stage, so that each is written once and all ranks write.
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include "engine/impl.h"
 #include "state/random.h"
@@ -118,6 +119,7 @@ void Engine::Impl::add_pieces(std::vector<state::Piece>& pieces) {
 }
 
 std::string Engine::Impl::save(const std::string& directory, const state::SaveOptions& options) {
+  RECORD_USER_SCOPE("poise::save");
   check_between_windows("save()");
   at::NoGradGuard no_grad;
   memory::AccountScope scope(ledger, memory::Account::staging);

@@ -23,6 +23,7 @@ using memory::AccountScope;
 
 // Stop 2: the window opens; edits of parameters since the last update reach their masters.
 void Engine::Impl::open_window(const std::vector<double>& counts) {
+  RECORD_USER_SCOPE("poise::open_window");
   POISE_CHECK(state == WindowState::closed);
   refuse_half_an_update();
   saver.check();
@@ -65,6 +66,14 @@ Loss Engine::Impl::forward(const std::function<Loss()>& loss) {
   return loss();
 }
 
+// Stop 6: the weighted, scaled scalar; undefined where it counted nothing.
+at::Tensor Engine::Impl::weigh(const Loss& loss) {
+  RECORD_USER_SCOPE("poise::weigh_loss");
+  return loss_weights.weigh(
+      loss, scaler.scale(),
+      units ? engine::LossWeights::Empty::kept : engine::LossWeights::Empty::left_out);
+}
+
 // Stops 6 and 7: weighted, scaled, backward; hooks take the gradients as they come.
 void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   RECORD_USER_SCOPE("poise::backward");
@@ -73,9 +82,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   memory::AutogradScope of_autograd(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   if (!loss_weights.knows_q()) following.take(zero::Following::Operation::agree);
-  auto weighted = loss_weights.weigh(
-      loss, scaler.scale(),
-      units ? engine::LossWeights::Empty::kept : engine::LossWeights::Empty::left_out);
+  auto weighted = weigh(loss);
   ++micro_batches;
   auto counted = zero::Count::yes;
   if (!weighted.defined()) {  // counted nothing
@@ -309,6 +316,22 @@ double without_sign_of_nan(double value) {
 
 }  // namespace
 
+// Stop 9: unscale, the mean and clipping in one number.
+double Engine::Impl::factor_of(double clip) const {
+  RECORD_USER_SCOPE("poise::factor");
+  return unscale_factor(sums.totals.tokens) * clip;
+}
+
+// Stop 11; the learning rate follows from the number of applied updates.
+void Engine::Impl::next_loss_scale() {
+  RECORD_USER_SCOPE("poise::loss_scale");
+  if (sums.status != Status::applied && sums.status != Status::overflow) return;
+  if (scaler.update(sums.status == Status::overflow)) {
+    log::warning("gradients overflow at the smallest loss scale ", scaler.scale(),
+                 "; raise precision.min_loss_scale's headroom or train in bf16");
+  }
+}
+
 StepResult Engine::Impl::close_window() {
   RECORD_USER_SCOPE("poise::update");
   StepResult result;
@@ -326,32 +349,31 @@ StepResult Engine::Impl::close_window() {
     result.lr = learning_rate();
     result.loss_scale = scaler.scale();
     if (sums.status == Status::applied) {
-      const double clip = clip_factor(sums.grad_norm);  // stop 9
+      const double clip = clip_factor(sums.grad_norm);
       result.clipped_norm = sums.grad_norm * clip;
-      apply(unscale_factor(sums.totals.tokens) * clip);  // stop 10
+      apply(factor_of(clip));  // stops 9 and 10
       ++updates;
     } else {
       ++skipped;
     }
-    if (sums.status == Status::applied || sums.status == Status::overflow) {
-      if (scaler.update(sums.status == Status::overflow)) {  // stop 11
-        log::warning("gradients overflow at the smallest loss scale ", scaler.scale(),
-                     "; raise precision.min_loss_scale's headroom or train in bf16");
-      }
-    }
+    next_loss_scale();  // stop 11
   }
-  result.forward_seconds = times.forward_seconds;  // stop 12
-  result.backward_seconds = times.backward_seconds;
-  result.update_seconds = times.update_seconds;
-  result.total_seconds = std::chrono::duration<double>(engine::Clock::now() - window_start).count();
-  result.micro_batches = micro_batches;
-  result.updates = updates;
-  result.skipped = skipped;
-  result.host_bytes = offloading.host_bytes();
-  result.file_bytes = offloading.file_bytes();
-  const auto books = ledger.snapshot();
-  result.peak_bytes = books.peak_bytes;
-  result.accounts = books.at_peak;
+  {
+    RECORD_USER_SCOPE("poise::result");  // stop 12
+    result.forward_seconds = times.forward_seconds;
+    result.backward_seconds = times.backward_seconds;
+    result.update_seconds = times.update_seconds;
+    result.total_seconds =
+        std::chrono::duration<double>(engine::Clock::now() - window_start).count();
+    result.micro_batches = micro_batches;
+    result.updates = updates;
+    result.skipped = skipped;
+    result.host_bytes = offloading.host_bytes();
+    result.file_bytes = offloading.file_bytes();
+    const auto books = ledger.snapshot();
+    result.peak_bytes = books.peak_bytes;
+    result.accounts = books.at_peak;
+  }
   state = WindowState::closed;
   micro_batches = 0;
   return result;

@@ -2,6 +2,7 @@
 #include "zero/units.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 
@@ -66,6 +67,7 @@ void Units::ensure(int unit) {
   auto& s = state(unit);
   s.idle = false;
   if (s.live) return;
+  RECORD_USER_SCOPE("poise::gather");
   if (!s.in_flight) submit(unit);
   land(unit);
   gather_ahead();

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -103,6 +104,10 @@ TEST_F(Train, TheSplitDoesNotChangeTheTraining) {
   const auto split = losses({});
   EXPECT_EQ(losses({}), split);  // run to run: the same bits
   EXPECT_EQ(losses({"checkpointing.policy=every_n"}), split);
+  EXPECT_EQ(losses({"checkpointing.policy=every_n", "checkpointing.n=2"}), split);
+  EXPECT_EQ(losses({"checkpointing.policy=sqrt"}), split);
+  EXPECT_EQ(losses({"checkpointing.policy=first_m", "checkpointing.n=1"}), split);
+  EXPECT_EQ(losses({"checkpointing.policy=list", "checkpointing.units=[\"blocks.1\"]"}), split);
   EXPECT_EQ(losses({"checkpointing.policy=selective"}), split);
   EXPECT_EQ(losses({"data.prefetch=0"}), split);
   const auto chunked = losses({"model.loss_chunk_tokens=7"});
@@ -219,12 +224,26 @@ TEST_F(Train, CtrlCEndsARunCleanly) {
   EXPECT_LT(summary["updates"], 100000);
 }
 
+// Every stop of two updates of four micro-batches, as often as it is passed.
 TEST_F(Train, ProfilesUpdates) {
   const auto outcome = train({"train.profile_updates=[2,3]"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   std::ifstream file(folder_ / "out" / "trace.json");
-  const std::string text((std::istreambuf_iterator<char>(file)), {});
-  EXPECT_THAT(text, AllOf(HasSubstr("traceEvents"), HasSubstr("aten::")));
+  const auto trace = Json::parse(file);
+  std::map<std::string, int> ranges;
+  bool operators = false;
+  for (const auto& event : trace["traceEvents"]) {
+    const auto name = event.value("name", "");
+    if (name.starts_with("poise::")) ++ranges[name];
+    operators = operators || name.starts_with("aten::");
+  }
+  EXPECT_TRUE(operators);
+  const std::map<std::string, int> want = {
+      {"poise::data", 2},       {"poise::open_window", 2}, {"poise::forward", 8},
+      {"poise::weigh_loss", 8}, {"poise::backward", 8},    {"poise::sum_up", 2},
+      {"poise::factor", 2},     {"poise::optimizer", 2},   {"poise::loss_scale", 2},
+      {"poise::result", 2},     {"poise::update", 2}};
+  EXPECT_EQ(ranges, want);
 }
 
 }  // namespace
