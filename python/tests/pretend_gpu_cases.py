@@ -188,6 +188,43 @@ def fits_on_the_gpu(size: int) -> bool:
     return True
 
 
+def host_waits(folder: Path) -> Any:
+    """How often the host waits for the device in a window, by its micro-batches; the first window."""
+    waits = ctypes.CDLL(None).pretend_gpu_host_waits
+    waits.restype = ctypes.c_size_t
+    seen = {}
+    for name, precision in {
+        "fp32": {},
+        "bf16": {"dtype": "bf16", "parameters": "bf16"},
+        "fp16": {"dtype": "fp16"},
+    }.items():
+        training = Training("cuda", precision=precision)
+        engine, model = training.engine, training.engine.model
+        rows, count = torch.ones(8, 2, 17, dtype=torch.int64), torch.tensor(32, device="cuda")
+        pieces = list(rows.to("cuda"))
+        seen[name] = []
+        for micro_batches in (1, 1, 8):
+            before = waits()
+            with sdpa_kernel(SDPBackend.MATH):
+                engine.step(
+                    pieces[:micro_batches],
+                    lambda p, model=model, n=count: (model.loss(p[:, :-1], p[:, 1:]), n),
+                )
+            seen[name].append(waits() - before)
+    return seen
+
+
+def models_on_two_devices(folder: Path) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4).to("cuda"), nn.Linear(4, 4))
+    seen = {}
+    try:
+        poise.Engine(model)
+    except poise.Error as error:
+        seen["said"] = str(error)
+    seen["left"] = [str(p.device) for p in model.parameters()]
+    return seen
+
+
 def host_memory_is_pinned(folder: Path) -> Any:
     """Bytes that are pinned, where the budget for it is what it is or nothing."""
     pinned_bytes = ctypes.CDLL(None).pretend_gpu_pinned_bytes
@@ -251,6 +288,8 @@ CASES = [
     saves_hold_the_generator,
     save_while_training_goes_on,
     budget_runs_out,
+    host_waits,
+    models_on_two_devices,
     host_memory_is_pinned,
     trainer,
 ]

@@ -132,6 +132,22 @@ def test_a_budget_runs_out_on_the_gpu(cases: dict[str, Any]) -> None:
     assert seen["limits"] == [False, True], "a limit is gone with whoever set it last"
 
 
+def test_the_host_waits_at_the_end_of_a_window_alone(cases: dict[str, Any]) -> None:
+    for name, (first, one, eight) in cases["host_waits"].items():
+        assert one == eight, "no wait in a micro-batch"
+        assert first == one + (name == "fp16"), "once a run fp16 reads the first count"
+        assert one == 2, "norms and sums of stop 8"
+
+
+def test_parameters_on_several_devices_are_refused(cases: dict[str, Any]) -> None:
+    seen = cases["models_on_two_devices"]
+    assert (
+        "parameters on several devices: '1.weight' is on cpu, the first parameter on cuda:0"
+        in (seen["said"])
+    )
+    assert seen["left"] == ["cuda:0", "cuda:0", "cpu", "cpu"], "the model stays as it was"
+
+
 def test_host_memory_is_pinned(cases: dict[str, Any]) -> None:
     seen = cases["host_memory_is_pinned"]
     assert seen["needed"] <= seen["pinned"] <= 2 * seen["needed"] and seen["pageable"] == 0

@@ -7,6 +7,7 @@
 // overwritten. With PRETEND_GPU_SEED some tasks run early, by chance, as a GPU might.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -175,7 +176,12 @@ cudaError_t launch_attempts(cudaStream_t handle, std::function<bool()> attempt) 
 
 using namespace pretend_gpu;
 
+static std::atomic<std::size_t> host_waits{0};
+
 extern "C" {
+
+// For tests, by ctypes: how often the program has waited for the device.
+std::size_t pretend_gpu_host_waits() { return host_waits; }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   const Lock lock;
@@ -198,10 +204,12 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++host_waits;
   reach(stream);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  ++host_waits;
   reach_all();
   return cudaSuccess;
 }
@@ -245,6 +253,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  ++host_waits;
   const Lock lock;
   const auto mark = event_of(handle).last;
   if (mark) run(*mark->stream, mark.get());
