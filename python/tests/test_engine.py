@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import signal
 import threading
@@ -213,6 +214,7 @@ def test_what_is_no_loss_is_refused():
         ({"logits": torch.ones(2)}, "without 'loss' but logits"),
         ((torch.ones(()), torch.ones(3)), "a tuple must be"),
         (torch.ones(3, requires_grad=True), r"shape \(3,\)"),
+        (torch.tensor(3), "of type Long; return a floating point tensor"),
         (poise.Loss(torch.ones((), requires_grad=True), count=[3]), "count"),
         (poise.Loss(torch.ones((), requires_grad=True), kind="median"), "median"),
     ]:
@@ -316,7 +318,7 @@ def test_unknown_parameter_names_the_nearest():
         engine.refresh(torch.ones(2))
 
 
-def test_sparse_gradients_are_summed_as_dense_ones():
+def test_sparse_gradients_are_summed_as_dense_ones(caplog):
     class Bag(nn.Module):
         def __init__(self, sparse):
             super().__init__()
@@ -327,11 +329,16 @@ def test_sparse_gradients_are_summed_as_dense_ones():
             return self.table(ids).square().mean()
 
     sparse, dense = Bag(True), Bag(False)
-    for model in (sparse, dense):
-        poise.Engine(model, settings(Recipe())).step(
-            [torch.arange(6), torch.arange(3, 9)], lambda ids, model=model: (model(ids), 6)
-        )
+    with caplog.at_level(logging.INFO, logger="poise"):
+        for model in (sparse, dense):
+            poise.Engine(model, settings(Recipe())).step(
+                [torch.arange(6), torch.arange(3, 9)], lambda ids, model=model: (model(ids), 6)
+            )
     assert torch.equal(sparse.table.weight, dense.table.weight)
+    assert [r.getMessage() for r in caplog.records if "sparse" in r.getMessage()] == [
+        "the gradient of parameter 'table.weight' is sparse; sparse gradients are made dense "
+        "(said once)"
+    ]
 
 
 # Non-finite values.
