@@ -122,3 +122,43 @@ def test_a_budget_that_is_too_small_is_in_the_summary(tmp_path: Path) -> None:
     assert "out of memory" in done.stderr
     summary = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     assert "out of memory" in summary["error"]
+
+
+def with_instruction_set(name: str, *arguments: object) -> subprocess.CompletedProcess:
+    """The command in a process of its own, which says what its kernels were compiled for."""
+    code = (
+        "import sys\nfrom poise import _C, cli\ncode = cli.main(sys.argv[1:])\n"
+        "print('kernels:', _C.cpu_isa() if code == 0 else None)\nsys.exit(code)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": PACKAGE, "POISE_CPU_ISA": name, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_every_instruction_set_trains_to_the_same_bits(tmp_path: Path) -> None:
+    run_file = {
+        "model": {"layers": 2, "width": 24, "heads": 2, "sequence_length": 19},
+        "data": {"train": [str(ROOT / "docs")], "suffix": ".md"},
+        "batch": {"micro_batch_size": 3, "accumulation": 2},
+        "precision": {"dtype": "bf16", "parameters": "bf16"},
+        "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5},
+        "train": {"output_dir": str(tmp_path / "out"), "max_updates": 8, "log_every": 1},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(run_file))
+    refused = with_instruction_set("avx3", "train", tmp_path / "run.json")
+    assert refused.returncode == 1 and "'avx3'" in refused.stderr
+    names = re.search(r"use one of: (.*), or unset it", refused.stderr).group(1).split(", ")
+    assert names[0] == "baseline"
+    runs = []
+    for name in names:
+        done = with_instruction_set(name, "train", tmp_path / "run.json")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"kernels: {name}"
+        lines = [json.loads(t) for t in (tmp_path / "out" / "metrics.jsonl").open()]
+        runs.append([(line["loss"], line["grad_norm"]) for line in lines if "loss" in line])
+        assert len(runs[-1]) == 8 and runs[-1][-1] < runs[-1][0]
+    assert all(run == runs[0] for run in runs)
