@@ -79,8 +79,9 @@ def test_install_has_the_documented_files(installed):
         assert (installed / path).exists(), path
 
 
-def test_library_needs_no_python(installed, bare):
-    needed = run("ldd", installed / "lib" / "libpoise.so", **bare)
+@pytest.mark.parametrize("file", ["lib/libpoise.so", "bin/poise"])
+def test_library_and_program_need_no_python(installed, bare, file):
+    needed = run("ldd", installed / file, **bare)
     assert "libtorch_cpu.so" in needed and "not found" not in needed
     assert "libpython" not in needed and "libtorch_python" not in needed
 
@@ -161,6 +162,13 @@ def test_pip_install_gives_the_package(wheel_site, tmp_path):
 def test_pip_install_gives_the_command(wheel_site, tmp_path):
     command = wheel_site / "bin" / "poise"
     assert command.exists()
+    run(command, "--version", cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    run_file = '{"data": {"train": ["text.txt"]}, "model": {"layers": 2, "sequence_length": 32}, '
+    run_file += '"train": {"max_updates": 2, "validation_batches": 0}}'
+    (tmp_path / "run.json").write_text(run_file)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+    trained = run(command, "train", "run.json", cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert "update 2/2" in trained
     entry = (wheel_site / f"poise-{_build.version}.dist-info" / "entry_points.txt").read_text()
     assert "poise = poise.cli:main" in entry or "poise=poise.cli:main" in entry
 
