@@ -128,7 +128,10 @@ void ByteGpt::recompute(std::vector<bool> units, checkpointing::Options::Keep ke
 
 void ByteGpt::bind(const Engine& engine) {
   const auto names = units();
-  for (std::size_t i = 0; i < names.size(); ++i) units_[i] = engine.unit(names[i]);
+  // One block alone is no unit: it is among the rest, which is whole throughout.
+  for (std::size_t i = 0; names.size() > 1 && i < names.size(); ++i) {
+    units_[i] = engine.unit(names[i]);
+  }
   const auto& chosen = engine.config().offload.activation_units;
   if (chosen.empty()) return;
   saves_away_ = checkpointing::matching_units(chosen, names);

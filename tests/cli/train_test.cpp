@@ -120,6 +120,17 @@ TEST_F(Train, TheSplitDoesNotChangeTheTraining) {
   }
 }
 
+TEST_F(Train, AModelOfOneBlock) {
+  std::vector<std::vector<double>> losses;
+  for (const char* policy : {"none", "every_n"}) {
+    const auto outcome = train({"model.layers=1", std::string("checkpointing.policy=") + policy});
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    losses.push_back(metrics().back()["losses"].get<std::vector<double>>());
+    EXPECT_LT(losses.back().back(), losses.back().front());
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+}
+
 // Budget and global batch are all that is given; what was predicted stands beside what was
 // measured.
 TEST_F(Train, TheBalanceIsFoundWithinTheBudget) {
