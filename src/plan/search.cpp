@@ -1,5 +1,6 @@
 // Every combination that keeps the effective batch, the fastest that fits, and what it beat.
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "plan/states.h"
@@ -118,12 +119,15 @@ class Search {
 
   Answer run() {
     const auto mine = job_.global_batch / job_.machine.ranks;
+    auto before = std::numeric_limits<std::int64_t>::max();
     for (const auto micro_batch : divisors(mine)) {
       if (job_.micro_batch > 0 && micro_batch != job_.micro_batch) continue;
       lowest_ = 0;
       at(micro_batch, mine / micro_batch);
-      // Larger micro-batches only take more; a few beyond the budget show what memory would buy.
-      if (lowest_ > 2 * answer_.budget) break;
+      // Larger micro-batches only take more, but for the first whose logits come in chunks; a few
+      // beyond the budget show what memory would buy.
+      if (lowest_ > 2 * answer_.budget && lowest_ >= before) break;
+      before = lowest_;
     }
     settle();
     return std::move(answer_);
