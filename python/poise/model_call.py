@@ -53,6 +53,11 @@ class ModelCall:
         return self._weighed(loss, outputs, batch)
 
     @property
+    def models_loss(self) -> bool:
+        """Whether the loss is what the model returns, and not made of its outputs."""
+        return self._compute_loss is None
+
+    @property
     def has_parts(self) -> bool:
         """Whether its losses have two counts."""
         return self._parts is not None
@@ -94,8 +99,9 @@ class ModelCall:
         return loss if self._parts is None else self._parts.split(loss, outputs, batch)
 
     def _counted(self, loss: Loss, batch: Any) -> Loss:
-        self.came_counted = loss.count is not None or loss.kind != "mean"
-        if not self.came_counted:
+        counted = loss.count is not None or loss.kind != "mean"
+        self.came_counted = counted or self._takes_items  # a sum over those that it is given
+        if not counted:
             loss.count = self.count(batch)
         return loss
 

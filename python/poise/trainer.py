@@ -470,6 +470,7 @@ class Trainer(TrainerEvaluation):
                     self._call,
                     self._whole_loss,
                     warns=place is places[-1],
+                    own_loss=not self._overrides("compute_loss"),
                 )
                 break
             except NothingFits:

@@ -54,16 +54,18 @@ def find(
     loss_fn: Callable[[Any], Loss],
     *,
     warns: bool = True,
+    own_loss: bool = True,
 ) -> balance.Balance:
     """What the arguments leave open, for this model and data; all ranks.
 
-    Reading samples and collating them may draw random numbers: the run draws what it would without.
+    `own_loss`: what `call` makes is the loss; else other code makes one of it. Reading samples and
+    collating them may draw random numbers: the run draws what it would without.
     Where nothing fits and args.on_misfit is warn, the smallest there is, unless `warns` is off.
     """
     check_data(dataset, args)
     random = generators.Snapshot()
     try:
-        return _find(engine, args, dataset, collate, call, loss_fn, warns)
+        return _find(engine, args, dataset, collate, call, loss_fn, warns, own_loss)
     finally:
         random.restore()
 
@@ -76,6 +78,7 @@ def _find(
     call: ModelCall,
     loss_fn: Callable[[Any], Loss],
     warns: bool,
+    own_loss: bool,
 ) -> balance.Balance:
     sample = _longest(dataset, args, collate)
     samples = args.global_batch_size // args.world_size
@@ -84,7 +87,14 @@ def _find(
     def batch_of(size: int) -> Any:
         return (collate or default_collate)([sample] * size)
 
-    sizes = micro_batches(engine, args.separable_loss, call, lambda: loss_fn(batch_of(1)), samples)
+    sizes = micro_batches(
+        engine,
+        args.separable_loss,
+        call,
+        lambda: loss_fn(batch_of(1)),
+        samples,
+        own_loss=own_loss,
+    )
     try:
         found = balance.find(
             engine,
@@ -162,6 +172,8 @@ def micro_batches(
     call: ModelCall,
     try_loss: Callable[[], Loss],
     samples: int,
+    *,
+    own_loss: bool = True,
 ) -> list[int] | None:
     """The micro-batches that may be chosen; None: all.
 
@@ -171,8 +183,9 @@ def micro_batches(
       call: makes the losses.
       try_loss: makes one.
       samples: of one update on this rank.
+      own_loss: what `call` makes is the loss.
     """
-    if _may_split(engine, separable, call, try_loss):
+    if _may_split(engine, separable, call, try_loss, own_loss):
         return None
     return [_largest_usual(samples)]
 
@@ -315,25 +328,31 @@ def _restore(state: Any, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> No
 
 
 def _may_split(
-    engine: Engine, separable: bool | None, call: ModelCall, try_loss: Callable[[], Loss]
+    engine: Engine,
+    separable: bool | None,
+    call: ModelCall,
+    try_loss: Callable[[], Loss],
+    own_loss: bool,
 ) -> bool:
     """Whether another micro-batch is the same training; says so where it is not known."""
     if separable is not None:
         return separable
     model = engine.model
+    # Of what the model itself returns: a loss of its outputs may be of pairs, for example.
+    known = own_loss and call.models_loss
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     if norms:
         reason = "has BatchNorm layers, which see one micro-batch"
     elif getattr(getattr(model, "config", None), "output_router_logits", False):
         reason = "adds a loss that balances its experts over a micro-batch"
-    elif any(head in type(model).__name__ for head in SEPARABLE_HEADS) or _says_count(
-        engine, call, try_loss
-    ):
+    elif known and any(head in type(model).__name__ for head in SEPARABLE_HEADS):
+        return True
+    elif _says_count(engine, call, try_loss):
         return True
     else:
         reason = (
-            "returns a mean without saying over how many tokens or samples, which may depend on who "
-            "shares a micro-batch"
+            f"{'returns' if known else 'has a loss of its outputs that is'} a mean without saying over "
+            "how many tokens or samples, which may depend on who shares a micro-batch"
         )
     logger.warning(
         "[trainer] the model %s: the micro-batch stays at most %d and only recomputation is chosen; "

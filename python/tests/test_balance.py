@@ -27,8 +27,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Uneven blocks; says what its loss is a mean over unless `says_count` is off."""
 
-    def __init__(self, dropout=0.0, says_count=True):
+    def __init__(self, dropout=0.0, says_count=True, norm=False):
         super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH) if norm else nn.Identity()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH, 2 + 2 * i, dropout) for i in range(BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -38,7 +39,7 @@ class Net(nn.Module):
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(hidden).flatten(0, 1)
+        logits = self.head(self.norm(hidden)).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, labels.flatten())
         return (loss, labels.numel()) if self.says_count else loss
 
@@ -70,9 +71,10 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def train(directory, model=None, **arguments):
+def train(directory, model=None, trainer=None, **arguments):
     torch.manual_seed(1)
-    trainer = poise.Trainer(
+    given = dict(trainer or {})
+    trainer = given.pop("kind", poise.Trainer)(
         model or Net(),
         poise.TrainingArguments(
             str(directory),
@@ -87,6 +89,7 @@ def train(directory, model=None, **arguments):
             },
         ),
         train_dataset=samples(),
+        **given,
     )
     return trainer, trainer.train().training_loss
 
@@ -247,15 +250,56 @@ def test_a_loss_that_may_depend_on_the_micro_batch_is_not_split(tmp_path, caplog
     assert not caplog.text
 
 
+class NetForSequenceClassification(Net):
+    """By its name the loss that it returns is a mean over samples."""
+
+    def forward(self, ids, labels=None):
+        if labels is not None:
+            return super().forward(ids, labels)
+        return (self.head(self.embedding(ids)).mean(1),)
+
+
+def of_pairs(outputs, labels):
+    """Contrastive: every sample against all others of its micro-batch."""
+    embeddings = nn.functional.normalize(outputs[0], dim=-1)
+    return nn.functional.cross_entropy(
+        embeddings @ embeddings.T, torch.arange(len(labels), device=labels.device)
+    )
+
+
+class OfPairs(poise.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = of_pairs(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("given", [{"compute_loss_func": of_pairs}, {"kind": OfPairs}])
+def test_a_contrastive_loss_is_not_split_whatever_its_model_is_called(tmp_path, caplog, given):
+    model = NetForSequenceClassification()
+    trainer, _ = train(tmp_path, model=model, memory_budget="64MiB", trainer=given)
+    assert trainer.args.per_device_train_batch_size == 8 and trainer._halving is None
+    assert "has a loss of its outputs that is a mean without saying" in caplog.text
+    caplog.clear()
+    trainer, _ = train(tmp_path, model=NetForSequenceClassification(), memory_budget="64MiB")
+    assert trainer._halving is not None and not caplog.text
+
+
 def test_a_budget_below_the_floor_names_it(tmp_path):
-    with pytest.raises(balance.NothingFits, match=r"take least, .*raise memory_budget") as raised:
+    with pytest.raises(
+        balance.NothingFits, match=r"take least, .*raise memory_budget"
+    ) as raised:
         model = Net()
         engine = engine_of(model)
         balance.find(engine, batch_of, call(model), samples=16, budget=1000)
     smallest = raised.value.smallest
     assert smallest.micro_batch == 1
     assert engine.checkpointing["policy"] == "none"
-    with pytest.raises(poise.Error, match="micro-batch of 1 with every block recomputed ran out"):
+    with pytest.raises(
+        poise.Error,
+        match="micro-batch of 1 with every block recomputed ran out",
+    ):
         train(tmp_path, memory_budget=790_000, offload_optimizer="none")
 
 
@@ -339,11 +383,11 @@ def test_what_others_hold_on_the_gpu_is_no_room_for_the_engine(monkeypatch):
         find(GIB + least // 2)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_out_of_memory_halves_and_runs_the_same_window_again(dropout):
+@pytest.mark.parametrize(("dropout", "norm"), [(0.0, False), (0.5, False), (0.5, True)])
+def test_out_of_memory_halves_and_runs_the_same_window_again(dropout, norm):
     def losses(parts, budget):
         torch.manual_seed(2)
-        model = Net(dropout)
+        model = Net(dropout, norm=norm)
         engine = engine_of(model)
         notes = []
         halving = trainer_balance.Halving(engine, notes.append)
@@ -359,9 +403,10 @@ def test_out_of_memory_halves_and_runs_the_same_window_again(dropout):
             halving([batch_of(8)], lambda window: engine.step(window, call(model))).loss
             for _ in range(3)
         ]
-        return out, notes, halving.parts
+        # Running statistics are those of what was trained on, not of what ran out.
+        return [*out, *(b.double().sum().item() for b in model.buffers())], notes, halving.parts
 
-    eight = Net(dropout)
+    eight = Net(dropout, norm=norm)
     engine = engine_of(eight)
     links = trace.measure(engine, batch_of(8), call(eight)).links
     budget = int(balance._peak(links) * 0.7)
