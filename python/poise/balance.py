@@ -84,6 +84,18 @@ class NothingFits(Error):
         self.smallest = smallest
 
 
+def smallest(engine: Engine, error: NothingFits, *, may_split: bool) -> Balance:
+    """That of least memory, for a run that shall begin though nothing fits (on_misfit: warn).
+
+    Raises `error` where not even that is known.
+    """
+    if error.smallest is None:
+        raise error
+    logger.warning("%s; it begins all the same, since on_misfit is warn", error)
+    engine.set_checkpointing(error.smallest.checkpointing)
+    return Balance(error.smallest, {}, None, [error.smallest], 1, may_split)
+
+
 def find(
     engine: Engine,
     batch_of: Callable[[int], Any],
@@ -356,7 +368,7 @@ def _choose(
     several = len(fits) > 1
     chosen = _fastest(engine, by_time, room.left, batch_of, loss_fn, several=several)
     if chosen is None:
-        raise _nothing(candidates, room)
+        raise _nothing(candidates, held, room)
     candidate, measured = chosen
     engine.set_checkpointing(candidate.checkpointing if several else engine.checkpointing)
     rest = candidate.peak - sum(held.values())
@@ -446,20 +458,24 @@ def _front(by_time: list[Candidate]) -> list[Candidate]:
 
 def _no_candidate(engine: Engine, size: int, room: _Room) -> NothingFits:
     blocks = " with every block recomputed" if engine.blocks else ""
+    held = {name: int(count) for name, count in engine.memory()["current"].items()}
     return NothingFits(
-        f"[plan] a micro-batch of {size}{blocks} ran out of the {room}; "
+        f"[plan] a micro-batch of {size}{blocks} ran out of the {room}; {format_bytes(sum(held.values()))} "
+        f"of them are held between micro-batches, most of it {max(held, key=held.__getitem__)}; "
         "raise memory_budget, shorten the samples, or shard over more ranks",
         None,
     )
 
 
-def _nothing(candidates: list[Candidate], room: _Room) -> NothingFits:
+def _nothing(candidates: list[Candidate], held: dict[str, int], room: _Room) -> NothingFits:
     smallest = min(candidates, key=lambda c: c.peak)
+    parts = {**held, "activations": smallest.peak - sum(held.values())}
     tried = ", but ran out of memory when it was tried" if smallest.peak <= room.left else ""
     return NothingFits(
         f"[plan] no balance fits the {room}: micro-batches of "
         f"{smallest.micro_batch} with {smallest.recomputed} blocks recomputed take least, "
-        f"{format_bytes(smallest.peak)}{tried}; raise memory_budget beyond that, shorten the samples, "
+        f"{format_bytes(smallest.peak)}, most of it {max(parts, key=parts.__getitem__)}{tried}; "
+        f"raise memory_budget beyond that, shorten the samples, "
         "or shard over more ranks",
         smallest,
     )

@@ -185,6 +185,9 @@ def _plan(lines: list[dict[str, Any]]) -> str:
         if a or b:
             off = f"{b / a - 1:+.1%}" if a else ""
             rows.append((name, format_bytes(int(a)), format_bytes(int(b)), off))
+    a, b = plan.get("predicted_seconds", 0), plan.get("measured_seconds", 0)
+    if a and b:
+        rows.append(("time", f"{a:.3g} s", f"{b:.3g} s", f"{b / a - 1:+.1%}"))
     head = ("account", "planned", "measured", "")
     return f"<h2>Plan against measured, at the peak of update 1</h2>{_table(rows, head)}"
 

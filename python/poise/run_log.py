@@ -195,9 +195,8 @@ class RunLog:
             self.note(line_of(line, self.state.max_steps))
         self.event("on_log", logs=line)
 
-    def plan(self, predicted: dict[str, int], measured: dict[str, int]) -> None:
-        """Bytes by account at the peak, as planned and as they were, into the metrics file."""
-        plan = {"predicted": predicted, "measured": measured}
+    def plan(self, plan: dict[str, Any]) -> None:
+        """What was planned and what it took (trainer_balance.metrics), into the metrics file."""
         self._metrics.write({"step": self.state.global_step, "plan": plan})
 
     def samples(self, texts: list[str]) -> None:

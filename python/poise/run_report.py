@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from poise import trainer_balance
 from poise._C import Error, StepResult, format_bytes
+from poise.balance import Balance
 from poise.metrics_log import MetricsLog
 
 logger = logging.getLogger("poise")
@@ -109,6 +111,13 @@ class RunReport:
             self._show(result, seconds)
         if due:
             self._write_update(result)
+
+    def compared(self, found: Balance, result: StepResult) -> None:
+        """What was planned and what it took, after the first update."""
+        for line in trainer_balance.compared(found, result):
+            self.note(line)
+        if plan := trainer_balance.metrics(found, result):
+            self._metrics.write({"step": self.updates, "plan": plan})
 
     def validation(self, loss: float) -> None:
         self._validation_loss = loss

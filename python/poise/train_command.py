@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from poise import (
     trainer_balance,
     trainer_data,
 )
-from poise._C import Error
+from poise._C import Error, StepResult
 from poise.config import keeps_whole, settings_of
 from poise.engine import Engine
 from poise.loss import Loss
@@ -96,6 +97,7 @@ class _Run:
         self._balance_is_open, self._found = balance_is_open, None
         self._device = ranks.device()
         self._engine: Engine | None = None
+        self._halving: trainer_balance.Halving | None = None  # where the split was found
         self._state: RunState | None = None
 
     def save_at_signal(self, interrupted: Interrupted) -> None:
@@ -153,13 +155,15 @@ class _Run:
             self._engine = Engine(self._model, settings, device=self._device)
             self._model.train()
             try:
-                self._found = self._balance_of(sample)
+                self._found = self._balance_of(sample, warns=place is places[-1])
                 break
             except balance.NothingFits:
                 if place is places[-1]:
                     raise
             placement.unmake(self._engine)
         random.restore()
+        if self._found.may_split:
+            self._halving = trainer_balance.Halving(self._engine, self._report.note)
         chosen = self._found.chosen
         batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
         self._engine.set_accumulation(self._accumulation)
@@ -190,7 +194,8 @@ class _Run:
         blocks = model_view.find_units(self._model)
         return placement.in_order(found, task, self._model, blocks, lambda: sample, self._loss)
 
-    def _balance_of(self, sample: Any) -> balance.Balance:
+    def _balance_of(self, sample: Any, *, warns: bool) -> balance.Balance:
+        """Where nothing fits and memory.on_misfit is warn, the smallest there is, if `warns`."""
         settings = self._settings
 
         def batch_of(size: int) -> Any:
@@ -199,16 +204,23 @@ class _Run:
             )
 
         samples = settings["batch"]["global_batch_size"]
-        return balance.find(
-            self._engine,
-            batch_of,
-            self._loss,
-            samples=samples,
-            budget=settings["memory"]["budget_bytes"],
-            micro_batches=trainer_balance.micro_batches(
-                self._engine, None, self._call, lambda: self._loss(sample), samples
-            ),
+        sizes = trainer_balance.micro_batches(
+            self._engine, None, self._call, lambda: self._loss(sample), samples
         )
+        try:
+            found = balance.find(
+                self._engine,
+                batch_of,
+                self._loss,
+                samples=samples,
+                budget=settings["memory"]["budget_bytes"],
+                micro_batches=sizes,
+            )
+        except balance.NothingFits as error:
+            if settings["memory"]["on_misfit"] == "refuse" or not warns:
+                raise
+            return balance.smallest(self._engine, error, may_split=sizes is None)
+        return dataclasses.replace(found, may_split=sizes is None)
 
     def _loop(self) -> None:
         train = self._settings["train"]
@@ -220,13 +232,11 @@ class _Run:
                 begin = time.perf_counter()
                 self._state.open_window()
                 self._data.windows.set_accumulation(self._engine.accumulation)
-                window = next(self._data.windows)
-                result = step(self._engine, window, self._loss, number == 1, self._report.note)
+                result = self._update(next(self._data.windows), first=number == 1)
                 self._state.close_window()
                 self._report.update(result, time.perf_counter() - begin)
                 if number == 1 and self._found is not None:
-                    for line in trainer_balance.compared(self._found, result):
-                        self._report.note(line)
+                    self._report.compared(self._found, result)
                 if trace.after(number):
                     self._report.note(f"  trace written to {trace.path}")
                 if every > 0 and number % every == 0 and number < train["max_updates"]:
@@ -236,6 +246,12 @@ class _Run:
             self._state.save_at_end()
         finally:
             trace.close()
+
+    def _update(self, window: list[Any], *, first: bool) -> StepResult:
+        def run(pieces: list[Any]) -> StepResult:
+            return step(self._engine, pieces, self._loss, first, self._report.note)
+
+        return run(window) if self._halving is None else self._halving(window, run)
 
     def _loss(self, batch: Any) -> Loss:
         self._signals.check()

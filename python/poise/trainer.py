@@ -444,8 +444,8 @@ class Trainer(TrainerEvaluation):
                 log.note(line)
         log.utilization.window(window)
         log.update(result)
-        if update == 1 and self._found is not None and self._found.accounts:
-            log.plan(self._found.accounts, result.accounts)
+        if update == 1 and self._found and (plan := trainer_balance.metrics(self._found, result)):
+            log.plan(plan)
         every = self._eval_every(log)
         if self.args.eval_strategy == "steps" and update % every == 0:
             if update >= self.args.eval_delay:

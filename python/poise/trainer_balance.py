@@ -107,11 +107,9 @@ def _find(
         )
         return dataclasses.replace(found, may_split=sizes is None)
     except balance.NothingFits as error:
-        if args.on_misfit == "refuse" or error.smallest is None or not warns:
+        if args.on_misfit == "refuse" or not warns:
             raise
-        logger.warning("%s; it begins all the same, since on_misfit is warn", error)
-        engine.set_checkpointing(error.smallest.checkpointing)
-        return balance.Balance(error.smallest, {}, None, [error.smallest], 1, sizes is None)
+        return balance.smallest(engine, error, may_split=sizes is None)
 
 
 def placements(
@@ -240,6 +238,18 @@ def compared(found: balance.Balance, result: StepResult) -> list[str]:
         f"        {', '.join(accounts)}",
         *_seconds_compared(found.chosen.seconds, result.forward_seconds + result.backward_seconds),
     ]
+
+
+def metrics(found: balance.Balance, result: StepResult) -> dict[str, Any]:
+    """The same for metrics.jsonl: bytes by account at the peak, and seconds of forward and backward."""
+    if not found.accounts or result.peak_bytes == 0:
+        return {}
+    return {
+        "predicted": found.accounts,
+        "measured": result.accounts,
+        "predicted_seconds": found.chosen.seconds,
+        "measured_seconds": result.forward_seconds + result.backward_seconds,
+    }
 
 
 def _seconds_compared(predicted: float, measured: float) -> list[str]:

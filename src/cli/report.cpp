@@ -143,12 +143,11 @@ void Report::write_update(const StepResult& result) {
 void Report::compared(const plan::Plan& predicted, const StepResult& measured) {
   for (const auto& text : compare(predicted, measured)) line(text);
   metrics_.write({{"step", updates_},
-                  {"predicted_peak_bytes", predicted.memory.peak},
-                  {"peak_bytes", measured.peak_bytes},
-                  {"predicted_accounts", accounts_json(predicted.memory.at_peak)},
-                  {"accounts", accounts_json(measured.accounts)},
-                  {"predicted_seconds", predicted.time.total},
-                  {"seconds", measured.total_seconds}});
+                  {"plan",
+                   {{"predicted", accounts_json(predicted.memory.at_peak)},
+                    {"measured", accounts_json(measured.accounts)},
+                    {"predicted_seconds", predicted.time.total},
+                    {"measured_seconds", measured.total_seconds}}}});
 }
 
 void Report::validation(double loss) {
