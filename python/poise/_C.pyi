@@ -68,6 +68,7 @@ __all__: list[str] = [
     "plan_cost",
     "plan_levers",
     "plan_moments",
+    "plan_page",
     "plan_search",
     "plan_settings",
     "predict_runs",
@@ -546,11 +547,16 @@ class PlanJob:
     ) -> None: ...
     def run_on(
         self,
-        arg0: str,
-        arg1: typing.SupportsInt,
-        arg2: typing.SupportsFloat,
-        arg3: typing.SupportsFloat,
-    ) -> None: ...
+        gpus: str,
+        per_node: typing.SupportsInt = 0,
+        nodes: typing.SupportsInt = 0,
+        node_link: typing.SupportsFloat = 0,
+        network: typing.SupportsFloat = 0,
+        machine: str = "",
+    ) -> None:
+        """
+        As `poise plan` reads them; links in GB/s.
+        """
     def trace(self, arg0: str, arg1: PlanTraced) -> None: ...
     @property
     def budget(self) -> int: ...
@@ -909,6 +915,18 @@ def plan_levers(job: PlanJob) -> list[PlanLever]: ...
 def plan_moments(job: PlanJob, found: PlanFound) -> list[tuple[str, dict[str, int]]]:
     """
     Every moment of an update and its bytes by account.
+    """
+
+def plan_page(
+    job: PlanJob,
+    answer: PlanAnswer,
+    levers: collections.abc.Sequence[PlanLever],
+    gpu_hour: typing.SupportsFloat,
+    utilisation: typing.SupportsFloat,
+    units: collections.abc.Sequence[str],
+) -> str:
+    """
+    The answer as one HTML page.
     """
 
 def plan_search(job: PlanJob) -> PlanAnswer: ...

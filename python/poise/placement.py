@@ -73,7 +73,7 @@ class Task:
 
     def job(self) -> PlanJob:
         job = PlanJob()
-        job.run_on(f"{self.ranks}x{_device_name(self.device)}", _per_node(self.ranks), 0, 0)
+        job.run_on(f"{self.ranks}x{_device_name(self.device)}", _per_node(self.ranks))
         job.compute_in(*traced_model.PRECISIONS[self.precision])
         job.optimize_with(self.optimizer, self.momentum, self.moments)
         job.global_batch, job.budget = self.global_batch, self.budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +36,11 @@ def arguments_of(given: list[str]) -> argparse.Namespace:
     parser = _Arguments(add_help=False, allow_abbrev=False)
     parser.add_argument("file")
     parser.add_argument("--gpus", default="1xCPU")
-    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--per-node", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--node-link", type=float, default=0)
+    parser.add_argument("--network", type=float, default=0)
+    parser.add_argument("--machine", default="")
     parser.add_argument("--memory")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--shard-ranks", type=int)
@@ -43,18 +48,33 @@ def arguments_of(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--utilisation", type=float, default=1)
     parser.add_argument("--levers", action="store_true")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args(given)
+    parser.add_argument("--html")
+    options = parser.parse_args(given)
+    if options.nodes and options.per_node:
+        raise WrongArguments
+    return options
 
 
 def plan(file: RunFile, options: argparse.Namespace) -> int:
     """Prints the answer; returns 0, or 1 where no plan fits."""
     answer = _answer(file, options)
     levers = answer.levers() if options.levers or not answer.fits else []
+    if options.html:
+        _write(options.html, answer.html())
     if options.json:
         print(json.dumps(_document(answer, levers), indent=2))
     else:
         print("\n".join(_lines(answer, levers)))
     return 0 if answer.fits else 1
+
+
+def _write(path: str, page: str) -> None:
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise Error(
+            f"[plan] cannot write {path}: {error.strerror}; give another file with --html"
+        ) from None
 
 
 def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
@@ -80,6 +100,10 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
         loss_fn=lambda inputs: _scalar(call.loss_and_outputs(inputs)[0]),
         gpus=options.gpus,
         ranks_per_node=options.per_node,
+        nodes=options.nodes,
+        node_link=options.node_link,
+        network=options.network,
+        machine=options.machine,
         memory_budget=options.memory or settings["memory"]["budget_bytes"] or None,
         precision=traced_model.precision_of(precision),
         optimizer=settings["optimizer"]["type"],

@@ -125,6 +125,13 @@ class PlanAnswer:
     cost: Cost | None
     _job: PlanJob = dataclasses.field(repr=False, compare=False)
     _units: list[str] = dataclasses.field(repr=False, compare=False)
+    _found: _C.PlanAnswer = dataclasses.field(repr=False, compare=False)
+    _price: tuple[float, float] = dataclasses.field(repr=False, compare=False)
+
+    def html(self) -> str:
+        """A page with drawings: memory over an update, time against memory, what each lever buys."""
+        levers = _C.plan_levers(self._job)
+        return _C.plan_page(self._job, self._found, levers, *self._price, self._units)
 
     def levers(self) -> list[Lever]:
         """What else would lower the need, each alone and searched anew; nothing is done unasked."""
@@ -166,6 +173,8 @@ def plan(
     ranks_per_node: int = 8,
     node_link: float = 0,
     network: float = 0,
+    nodes: int = 0,
+    machine: str = "",
     memory_budget: int | str | None = None,
     precision: str = "fp32",
     optimizer: str = "adamw",
@@ -189,9 +198,12 @@ def plan(
       global_batch_size: samples of one update on all ranks; always kept.
       loss_fn: gives the scalar loss of a batch, running `model`; None: `model(**batch)` (or
         `model(*batch)`, `model(batch)`), its `.loss`, or the mean of what it returns.
-      gpus: count and device: "8xH100-80GB", "4xCPU".
+      gpus: count and device: "8xH100-80GB", "4xCPU"; a JSON file that describes one: "8xdevice.json";
+        the GPU that `poise plan --calibrate` measured: "1xthis".
       ranks_per_node: devices of a node.
       node_link, network: GB/s between devices of a node and of each to other nodes; 0: the device's.
+      nodes: of so many devices as `gpus` says; 0: all that it says are there, `ranks_per_node` to a node.
+      machine: a file that `poise plan --calibrate` wrote; "": the usual one, where there is one.
       memory_budget: bytes of each rank, or a text such as "20GiB"; None: the device's memory.
       precision: fp32, bf16 (16-bit parameters, fp32 masters) or bf16-autocast.
       optimizer: as in the configuration (docs/config.md); `momentum` is sgd's, `moments` (fp32, bf16,
@@ -219,7 +231,7 @@ def plan(
     if offload is not None and offload not in _PLACES[1:]:
         raise Error(f"[plan] unknown place to offload to: {offload!r}; use host or file")
     job = PlanJob()
-    job.run_on(gpus, ranks_per_node, node_link * 1e9, network * 1e9)
+    job.run_on(gpus, ranks_per_node, nodes, node_link, network, machine)
     job.compute_in(*PRECISIONS[precision])
     job.optimize_with(optimizer, momentum, moments)
     job.global_batch = global_batch_size
@@ -291,6 +303,8 @@ def _answer(
         cost,
         job,
         units,
+        found,
+        (gpu_hour, utilisation),
     )
 
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/plan.h"
 
@@ -75,12 +76,6 @@ Link link_of(const std::string& name, int flat, bool block, const Bytes& kept,
   link.flops = flops;
   link.moved = moved;
   return link;
-}
-
-plan::Machine machine_of(const std::string& gpus, int ranks_per_node) {
-  auto machine = plan::read_machine(gpus);
-  if (ranks_per_node > 0) machine.ranks_per_node = ranks_per_node;
-  return machine;
 }
 
 void bind_chain(py::module_& module) {
@@ -186,13 +181,15 @@ void bind_job(py::module_& module) {
              job.model.name = name;
              job.traced = traced;
            })
-      .def("run_on",
-           [](Job& job, const std::string& gpus, int ranks_per_node, double node_rate,
-              double network_rate) {
-             job.machine = machine_of(gpus, ranks_per_node);
-             if (node_rate > 0) job.machine.device.node_rate = node_rate;
-             if (network_rate > 0) job.machine.device.network_rate = network_rate;
-           })
+      .def(
+          "run_on",
+          [](Job& job, const std::string& gpus, std::int64_t per_node, std::int64_t nodes,
+             double node_link, double network, const std::string& machine) {
+            job.machine = cli::machine_of({gpus, nodes, per_node, node_link, network, machine});
+          },
+          py::arg("gpus"), py::arg("per_node") = 0, py::arg("nodes") = 0, py::arg("node_link") = 0,
+          py::arg("network") = 0, py::arg("machine") = "",
+          "As `poise plan` reads them; links in GB/s.")
       .def("compute_in",
            [](Job& job, const std::string& dtype, const std::string& parameters) {
              job.precision.dtype = dtype_of(dtype);
@@ -247,6 +244,14 @@ void bind_job(py::module_& module) {
         return plan::settings(found.choice, units);
       },
       py::arg("found"), py::arg("units"), "The keys of a run.json that follow a plan, as JSON.");
+  module.def(
+      "plan_page",
+      [](const Job& job, const plan::Answer& answer, const std::vector<plan::Lever>& levers,
+         double gpu_hour, double utilisation, const std::vector<std::string>& units) {
+        return cli::plan_page(job, answer, levers, {gpu_hour, utilisation}, units);
+      },
+      py::arg("job"), py::arg("answer"), py::arg("levers"), py::arg("gpu_hour"),
+      py::arg("utilisation"), py::arg("units"), "The answer as one HTML page.");
   module.def(
       "plan_cost",
       [](const plan::Plan& found, double tokens, double gpu_hour, double utilisation) {

@@ -428,3 +428,44 @@ def test_what_a_model_of_python_cannot_be_planned_with_is_said(tmp_path, capsys)
     assert code == 1 and "poise.plan(..., offload=...) instead" in printed.err
     code, printed = plan_of(tmp_path, capsys, "--gpus", "3xA100-40GB")
     assert code == 1 and "the nearest that are: 15 and 18" in printed.err
+
+
+def test_devices_and_the_page_are_those_of_the_command(tmp_path, capsys):
+    device = {"memory": "8GiB", "half_flops": 1e13, "memory_rate": 1e11}
+    (tmp_path / "device.json").write_text(json.dumps(device))
+    page = tmp_path / "plan.html"
+    gpus = f"2x{tmp_path}/device.json"
+    code, printed = plan_of(
+        tmp_path, capsys, "--gpus", gpus, "--nodes", "2", "--html", str(page), "--json"
+    )
+    answer = json.loads(printed.out)
+    assert code == 0 and answer["best"]["ranks"] == 4
+    assert 6 << 30 < answer["budget_bytes"] < 8 << 30  # less what is left to libraries
+    html = page.read_text()
+    for part in ("Memory over an update", "Time against memory", "What each lever buys"):
+        assert part in html
+    assert "samples per second and device" in html and html.count("<svg") == 2
+    slow, fast = (
+        json.loads(plan_of(tmp_path, capsys, "--gpus", gpus, *more, "--json")[1].out)["best"]
+        for more in (("--node-link", "0.001"), ("--node-link", "1000"))
+    )
+    assert slow["seconds"]["update"] > fast["seconds"]["update"]
+    code, printed = plan_of(tmp_path, capsys, "--html", str(tmp_path / "none" / "plan.html"))
+    assert code == 1 and "give another file with --html" in printed.err
+    code, printed = plan_of(tmp_path, capsys, "--gpus", "2xnowhere.json")
+    assert code == 1 and "cannot read nowhere.json" in printed.err
+
+
+def test_a_cpu_that_was_measured_is_the_one_that_is_planned_for(tmp_path, monkeypatch):
+    model, x = nn.Linear(64, 64), torch.randn(4, 64)
+
+    def seconds():
+        return poise.plan(model, x, global_batch_size=4).best.seconds["update"]
+
+    monkeypatch.setenv("POISE_MACHINE", str(tmp_path / "none.json"))
+    guessed = seconds()
+    slow = {"float_flops": 1e3, "half_flops": 1e3, "memory_rate": 1e3, "efficiency": 1.0}
+    (tmp_path / "machine.json").write_text(json.dumps(slow))
+    assert seconds() == guessed
+    monkeypatch.setenv("POISE_MACHINE", str(tmp_path / "machine.json"))
+    assert seconds() > 10 * guessed

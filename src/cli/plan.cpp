@@ -128,14 +128,14 @@ void print(std::ostream& out, const PlanArguments& a, Page page) {
 }
 
 plan::Job described_job(const PlanArguments& a) {
-  if (a.gpus.empty() || a.sequence == 0 || a.global_batch == 0) {
+  if (a.devices.gpus.empty() || a.sequence == 0 || a.global_batch == 0) {
     fail("plan",
          "--model also needs --gpus, --seq and --global-batch, for example: poise plan "
          "--model llama-3-8b --gpus 8xH100-80GB --seq 8192 --global-batch 512");
   }
   plan::Job job;
   job.model = model_of(a.model);
-  job.machine = machine_of(a);
+  job.machine = machine_of(a.devices);
   job.sequence = a.sequence;
   job.global_batch = a.global_batch;
   job.micro_batch = a.micro_batch;
@@ -148,7 +148,7 @@ plan::Job described_job(const PlanArguments& a) {
 
 int plan_file(const PlanArguments& a, std::ostream& out) {
   const auto config = Config::from_json_file(a.file);
-  auto job = job_of(config, machine_of(a));
+  auto job = job_of(config, machine_of(a.devices));
   if (!a.memory.empty()) job.budget = bytes_of(a.memory);
   if (a.micro_batch > 0) job.micro_batch = a.micro_batch;
   if (a.shard_ranks > 0) job.shard_ranks = {static_cast<int>(a.shard_ranks)};
@@ -156,7 +156,7 @@ int plan_file(const PlanArguments& a, std::ostream& out) {
   const bool searched = job.budget > 0;
   const auto answer = searched ? plan::search(job) : plan::Answer{};
   const bool fits = !searched || written.memory.highest() <= job.budget;
-  print(out, a, {job, searched ? &answer : nullptr, &written, {}, price_of(a)});
+  print(out, a, {job, searched ? &answer : nullptr, &written, {}, price_of(a), {}});
   return fits ? 0 : 1;
 }
 
@@ -183,13 +183,13 @@ int predict(const std::vector<std::string>& tables, std::ostream& out) {
 int plan(const PlanArguments& a, std::ostream& out) {
   if (!a.runs.empty()) return predict(a.runs, out);
   if (a.calibrate) {
-    calibrate(a.machine, out);
+    calibrate(a.devices.machine, out);
     return 0;
   }
   if (!a.file.empty()) return plan_file(a, out);
   const auto job = described_job(a);
   const auto answer = plan::search(job);
-  print(out, a, {job, &answer, nullptr, {}, price_of(a)});
+  print(out, a, {job, &answer, nullptr, {}, price_of(a), {}});
   return answer.fits ? 0 : 1;
 }
 

@@ -6,16 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "poise/cli.h"
+
 namespace poise::cli {
 
 struct PlanArguments {
-  std::string file;           // a run.json; empty: the model below
-  std::string model;          // a known name, or a file that describes one
-  std::string gpus;           // "8xH100-80GB", or a file that describes a device: "8xdevice.json"
-  std::int64_t nodes = 0;     // of so many devices; 0: one, or as many as 8 to a node make
-  std::int64_t per_node = 0;  // 0: 8
-  double node_link = 0;       // GB/s between devices of a node; 0: the device's
-  double network = 0;         // GB/s of each device to other nodes; 0: the device's
+  std::string file;   // a run.json; empty: the model below
+  std::string model;  // a known name, or a file that describes one
+  Devices devices;
   std::int64_t sequence = 0;
   std::int64_t global_batch = 0;
   std::int64_t micro_batch = 0;  // 0: searched
@@ -25,7 +23,6 @@ struct PlanArguments {
   std::string offload;           // host or file: what may lie there is searched too
   double price = 0;              // of a device, by the hour
   double utilisation = 1;
-  std::string machine;            // a file that --calibrate wrote
   bool calibrate = false;         // measures this machine instead
   std::vector<std::string> runs;  // tables of published runs, to predict instead
   std::string html;               // a file that gets a page with drawings

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <utility>
 
+#include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -202,12 +203,13 @@ std::string figures(const Page& page, const Plan& plan) {
   rows += row("peak", memory::format_bytes(plan.memory.highest()) + ", " + plan.memory.moment);
   if (page.answer != nullptr) rows += row("budget", memory::format_bytes(page.answer->budget));
   rows += row("an update", seconds(plan.time.total));
-  rows += row("tokens per second and device", text("%.0f", tokens_per_second(page.job, plan)));
+  const std::string counted = page.job.traced ? "samples" : "tokens";
+  rows += row(counted + " per second and device", text("%.3g", tokens_per_second(page.job, plan)));
   if (page.price.gpu_hour > 0) {
     const auto tokens = static_cast<double>(page.job.global_batch * page.job.sequence);
     const auto cost = plan::cost(plan, tokens, page.price);
     rows += row("cost of a month", text("%.0f", cost.month));
-    rows += row("cost of a billion tokens", text("%.2f", cost.billion_tokens));
+    rows += row("cost of a billion " + counted, text("%.2f", cost.billion_tokens));
   }
   return "<table>" + rows + "</table>";
 }
@@ -233,9 +235,15 @@ std::string page_html(const Page& page) {
   if (page.answer != nullptr) {
     out << front(*page.answer) << '\n' << levers(*page.answer, page.levers) << '\n';
   }
-  out << "<h2>In a run.json</h2><pre>" << escaped(plan::settings(shown->choice))
+  out << "<h2>In a run.json</h2><pre>" << escaped(plan::settings(shown->choice, page.units))
       << "</pre></body></html>\n";
   return out.str();
+}
+
+std::string plan_page(const plan::Job& job, const plan::Answer& answer,
+                      const std::vector<plan::Lever>& levers, const plan::Price& price,
+                      const std::vector<std::string>& units) {
+  return page_html({job, &answer, nullptr, levers, price, units});
 }
 
 }  // namespace poise::cli

@@ -12,6 +12,7 @@
 #include <ostream>
 
 #include "cli/measure.h"
+#include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -123,7 +124,7 @@ std::optional<Json> measured(const std::string& path) {
 }
 
 // "8xdevice.json", "8xthis", "8xH100-80GB".
-plan::Machine asked_machine(const PlanArguments& a) {
+plan::Machine asked_machine(const Devices& a) {
   if (a.gpus.empty()) return plan::read_machine("1xCPU");
   const auto times = a.gpus.find('x');
   const auto digits = a.gpus.substr(0, times);
@@ -198,7 +199,7 @@ bool is_measured(const plan::Device& device) {
   return device.name == kMeasured || device.name == kMeasuredGpu;
 }
 
-plan::Machine machine_of(const PlanArguments& a) {
+plan::Machine machine_of(const Devices& a) {
   auto machine = asked_machine(a);
   if (machine.device.name == "CPU") machine.device = this_cpu(a.machine);
   if (a.per_node > 0) machine.ranks_per_node = static_cast<int>(a.per_node);

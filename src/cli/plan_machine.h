@@ -4,13 +4,9 @@
 #include <iosfwd>
 #include <string>
 
-#include "cli/plan.h"
 #include "poise/plan.h"
 
 namespace poise::cli {
-
-// Of the arguments; one CPU where they name no device. Throws Error.
-plan::Machine machine_of(const PlanArguments& arguments);
 
 // The CPU of this machine: with the rates of `path`, or of the usual file, where
 // `poise plan --calibrate` wrote them; else with those of the table, which are a guess.

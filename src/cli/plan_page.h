@@ -14,7 +14,8 @@ struct Page {
   const plan::Answer* answer = nullptr;  // of the search; null where none was made
   const plan::Plan* written = nullptr;   // the plan that a file holds
   std::vector<plan::Lever> levers;
-  plan::Price price;  // of nothing: no cost is shown
+  plan::Price price;               // of nothing: no cost is shown
+  std::vector<std::string> units;  // names of a traced model's blocks
 };
 
 void print_page(std::ostream& out, const Page& page);

@@ -31,18 +31,18 @@ struct Arguments {
 
 void describe_machine(CLI::App& plan, PlanArguments& arguments) {
   plan.add_option(
-      "--gpus", arguments.gpus,
+      "--gpus", arguments.devices.gpus,
       "count and device, 8 to a node: 8xH100-80GB (a part of the name is enough: 8xH100); a JSON "
       "file that describes one: 8xdevice.json (memory, half_flops, memory_rate, ...); or the GPU "
       "that --calibrate measured: 8xthis");
   const auto count = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
-  auto* nodes = plan.add_option("--nodes", arguments.nodes, "nodes of so many devices each");
-  auto* per_node = plan.add_option("--per-node", arguments.per_node, "devices of a node");
+  auto* nodes = plan.add_option("--nodes", arguments.devices.nodes, "nodes of so many devices each");
+  auto* per_node = plan.add_option("--per-node", arguments.devices.per_node, "devices of a node");
   nodes->check(count)->excludes(per_node);
   per_node->check(count);
-  plan.add_option("--node-link", arguments.node_link, "GB/s between devices of a node, one way")
+  plan.add_option("--node-link", arguments.devices.node_link, "GB/s between devices of a node, one way")
       ->check(CLI::PositiveNumber);
-  plan.add_option("--network", arguments.network, "GB/s of each device to other nodes, one way")
+  plan.add_option("--network", arguments.devices.network, "GB/s of each device to other nodes, one way")
       ->check(CLI::PositiveNumber);
   plan.add_option("--price", arguments.price, "of a device, by the hour: adds what plans cost")
       ->check(CLI::NonNegativeNumber);
@@ -51,7 +51,7 @@ void describe_machine(CLI::App& plan, PlanArguments& arguments) {
   plan.add_flag("--calibrate", arguments.calibrate,
                 "measure this machine (the CPU for as many threads as torch has, the disk of this "
                 "folder, the first GPU) and keep the rates for plans");
-  plan.add_option("--machine", arguments.machine,
+  plan.add_option("--machine", arguments.devices.machine,
                   "file of measured rates; default: $POISE_MACHINE, else "
                   "~/.config/poise/machine.json");
 }
