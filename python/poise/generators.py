@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ class Snapshot:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """What runs meanwhile draws as it likes: afterwards, also by an exception, the generators are as they
+    were. So what lies between two updates of a run cannot move its dropout."""
+    before = Snapshot()
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def own_texts() -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from poise import _C, comm
 from poise._C import Error, Group
-from poise.signals import Interrupted
+from poise.signals import EvaluationGivenUp, Interrupted
 
 logger = logging.getLogger("poise")
 
@@ -136,7 +136,7 @@ def told_to_others(group: Group) -> Iterator[None]:
     by a signal, which all ranks have agreed on."""
     try:
         yield
-    except Interrupted:
+    except (EvaluationGivenUp, Interrupted):
         raise
     except BaseException as error:
         if group.size > 1:

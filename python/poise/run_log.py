@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from poise import callbacks, noise, ranks
+from poise import callbacks, generators, noise, ranks
 from poise._C import Group, StepResult
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.progress import Progress, line_of
@@ -107,10 +108,12 @@ class RunLog:
 
     def begin_epoch(self, number: int) -> None:
         """Also the one that a resumed run is in. Whoever asked to leave an epoch has left it."""
+        begins = number != self._epoch or self.state.global_step == self._epoch_first
         if number != self._epoch:
             self._epoch, self._epoch_first = number, self.state.global_step
         self.control.should_epoch_stop = False
-        self.event("on_epoch_begin")
+        with contextlib.nullcontext() if begins else generators.untouched():
+            self.event("on_epoch_begin")
 
     def stop_due(self) -> bool:
         """Whether a callback asked to end the run; all ranks ask."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import signal
 import threading
@@ -21,6 +22,10 @@ class Interrupted(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+
+class EvaluationGivenUp(BaseException):
+    """All ranks leave an evaluation, since a signal has asked one of them for a save and the end."""
 
 
 class Signals:
@@ -63,6 +68,34 @@ class AskedOfRanks:
             return False
         self._looked = time.monotonic()
         return self._group.note(self._note) is not None
+
+
+class AgreedEnd:
+    """The same between the batches of an evaluation, which ranks run at their own pace, but for what a
+    forward gathers: they may leave it after the same batch alone. All make the same calls, and ask each
+    other after as many batches as the slowest takes EVERY seconds for.
+    """
+
+    EVERY = 0.25
+
+    def __init__(self, signals: Signals, group: Group) -> None:
+        self._signals, self._group = signals, group
+        self._batches, self._left, self._since = 1, 0, time.monotonic()
+
+    def now(self) -> bool:
+        mine = self._signals.save_asked is not None
+        if self._group.size == 1:
+            return mine
+        self._left -= 1
+        if self._left > 0:
+            return False
+        seconds = time.monotonic() - self._since
+        texts = self._group.all_gather_text(json.dumps([mine, seconds]), "end of the evaluation")
+        asked, taken = zip(*map(json.loads, texts), strict=True)
+        fit = int(self._batches * self.EVERY / max(*taken, 1e-9))
+        self._batches = self._left = max(1, min(fit, 2 * self._batches))
+        self._since = time.monotonic()
+        return any(asked)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from poise import (
     callbacks,
     columns,
     engine_view,
+    generators,
     hand_update,
     meta,
     model_choice,
@@ -344,8 +345,8 @@ class Trainer(TrainerEvaluation):
     ) -> dict[str, float]:
         self.model.train()
         log.event("on_train_begin")
-        if self.args.eval_on_start:
-            self._evaluate_and_log(log)
+        if self.args.eval_on_start or saving.owes_evaluation:
+            self._evaluate_and_log(log, saving)
         epoch = None
         while log.state.global_step < log.state.max_steps:
             if self.args.accumulation_ramp_updates > 0:
@@ -356,7 +357,7 @@ class Trainer(TrainerEvaluation):
             if window is None:
                 break  # an epoch was left early, so that there are fewer updates than planned
             if windows.epoch != epoch:
-                if epoch is not None:
+                if (epoch := saving.epoch_left_open(windows.epoch, epoch)) is not None:
                     self._end_epoch(log, saving)
                     epoch = None
                     if log.stop_due():
@@ -377,7 +378,7 @@ class Trainer(TrainerEvaluation):
                 windows.skip_epoch()
                 if run.updates_per_epoch is not None:
                     windows.end_after(run.epochs)
-        if epoch is not None:
+        if saving.epoch_left_open(None, epoch) is not None:
             self._end_epoch(log, saving)
         saving.finish()
         self._best.load()
@@ -386,10 +387,11 @@ class Trainer(TrainerEvaluation):
         return figures
 
     def _end_epoch(self, log: RunLog, saving: TrainerSaves) -> None:
-        log.event("on_epoch_end")
-        log.end_epoch()
-        if self.args.eval_strategy == "epoch" and log.state.epoch >= self.args.eval_delay:
-            self._evaluate_and_log(log)
+        with generators.untouched():
+            log.event("on_epoch_end")
+            log.end_epoch()
+            if self.args.eval_strategy == "epoch" and log.state.epoch >= self.args.eval_delay:
+                self._evaluate_and_log(log, saving)
         saving.after_epoch()
 
     def _update(
@@ -451,7 +453,7 @@ class Trainer(TrainerEvaluation):
             if update >= self.args.eval_delay:
                 log.control.should_evaluate = True
         if log.evaluation_due():
-            self._evaluate_and_log(log)
+            self._evaluate_and_log(log, saving)
         return True
 
     def _find_balance(self, updates: int) -> Balance:
@@ -535,14 +537,6 @@ class Trainer(TrainerEvaluation):
         return torch.autocast(
             self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
         )
-
-    def _evaluate_and_log(self, log: RunLog) -> None:
-        metrics = self.evaluate()
-        log.write(metrics)
-        log.event("on_evaluate", metrics=metrics)
-        self._best.after_evaluation(metrics)
-        if self._torch is not None:
-            self._torch.after_evaluation(metrics, self.args.metric_for_best_model or "loss")
 
     def _eval_every(self, log: RunLog) -> int:
         every = (

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from poise import eval_share, evaluation, prediction, ranks, trainer_data
+from poise import eval_share, evaluation, generators, prediction, ranks, trainer_data
 from poise._C import Error
 from poise.loss import Loss
 from poise.prediction import PredictionOutput
+from poise.run_log import RunLog
+from poise.signals import EvaluationGivenUp
 from poise.trainer_hooks import TrainerHooks
+from poise.trainer_saving import TrainerSaves
 
 
 class TrainerEvaluation(TrainerHooks):
     """Base of poise.Trainer, which makes what these methods use."""
+
+    _before_batch: Callable[[], None] | None = None  # of the evaluation that a run makes by itself
 
     def evaluate(
         self,
@@ -43,7 +49,7 @@ class TrainerEvaluation(TrainerHooks):
         with ranks.told_to_others(self._group):
             return evaluation.evaluate(
                 self.model,
-                eval_share.share_of(loader, self._group),
+                self._share_of(loader),
                 self._evaluated_loss,
                 self._forward_scope,
                 metric_key_prefix,
@@ -77,7 +83,7 @@ class TrainerEvaluation(TrainerHooks):
         with ranks.told_to_others(self._group):
             return prediction.predict(
                 self.model,
-                eval_share.share_of(loader, self._group),
+                self._share_of(loader),
                 call,
                 self._forward_scope,
                 prefix,
@@ -97,6 +103,29 @@ class TrainerEvaluation(TrainerHooks):
         if self._overrides(method):
             return getattr(self, method)(dataset)
         return trainer_data.eval_batches(dataset, self.args, self._collate())
+
+    def _evaluate_and_log(self, log: RunLog, saving: TrainerSaves) -> None:
+        """An evaluation of the run's own. The training's random numbers do not depend on it; a signal
+        ends it, and the resumed run begins with it."""
+        self._before_batch = saving.between_batches()
+        try:
+            with generators.untouched():
+                metrics = self.evaluate()
+                log.write(metrics)
+                log.event("on_evaluate", metrics=metrics)
+                self._best.after_evaluation(metrics)
+                if self._torch is not None:
+                    self._torch.after_evaluation(metrics, self.args.metric_for_best_model or "loss")
+        except EvaluationGivenUp:
+            saving.evaluation_was_given_up()
+        finally:
+            self._before_batch = None
+
+    def _share_of(self, loader: Any) -> Iterator[Any]:
+        for batch in eval_share.share_of(loader, self._group):
+            if self._before_batch is not None:
+                self._before_batch()
+            yield batch
 
     def _evaluated_loss(self, batch: Any) -> Loss:
         loss = self._loss(batch)

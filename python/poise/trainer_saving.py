@@ -7,8 +7,10 @@ the model's own files, so that from_pretrained opens it.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from poise.engine import Engine
 from poise.model_view import lasting_buffers, plain_name
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
-from poise.signals import AskedOfRanks, Interrupted, Signals
+from poise.signals import AgreedEnd, AskedOfRanks, EvaluationGivenUp, Interrupted, Signals
 from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
 
 STATE_FILE = "trainer_state.json"
 SMALL_BUFFER = 1 << 20  # bytes
@@ -61,6 +65,12 @@ class TrainerSaves:
         self._asked = AskedOfRanks(signals, group) if self._saves else None
         self._versions: dict[int, int] = {}  # of buffers, by place, as the first window found them
         self._changed: set[int] = set()
+        self._not_copied: list[tuple[torch.Tensor, int]] = []  # with their versions
+        self._is_first_window = False
+        self._resumed: generators.Snapshot | None = None  # of the checkpoint, for the first window
+        self._left_open: int | None = None  # the epoch that it is in, or at the end of
+        self.owes_evaluation = False  # the checkpoint has none of its update: it was given up
+        self._gave_up = False
 
     def resume(self, wanted: str | bool | None) -> None:
         """From a checkpoint; True: the latest of output_dir. Before the first window."""
@@ -75,7 +85,11 @@ class TrainerSaves:
             )
         self._windows.load_state_dict(json.loads(loaded.user["data"]))
         generators.take_texts(loaded.own)
-        self._log.go_on(json.loads(loaded.user["trainer"]))
+        self._resumed = generators.Snapshot()
+        kept = json.loads(loaded.user["trainer"])
+        self._log.go_on(kept)
+        self.owes_evaluation = kept.get("owes_evaluation", False)
+        self._left_open = None if kept.get("epoch_ended", True) else kept["epoch"]
         self._saved = self._log.state.global_step
         self._log.last_save = loaded.path
         config = self._args.to_config(self._log.state.max_steps)
@@ -84,23 +98,67 @@ class TrainerSaves:
 
     def before_window(self) -> None:
         """Notes where the next window begins. An epoch's end shows when that has been read, and a signal
-        may come within it: their checkpoints begin before."""
+        may come within it: their checkpoints begin before. A resumed run's first window begins with the
+        checkpoint's random numbers, whatever callbacks have drawn since."""
+        if self._resumed is not None:
+            self._resumed.restore()
+            self._resumed = None
         if self._saves:
             self._position, self._random = self._windows.state_dict(), generators.Snapshot()
-            self._buffers = [(b, b.clone()) for b in self._may_change()]
+            self._copy_buffers()
+        if self._gave_up:
+            self._save()
+            self._end()
 
-    def _may_change(self) -> list[torch.Tensor]:
-        """Running statistics. Weights that quantised models keep as buffers are large, and stay as they
-        are: of large ones only those count that earlier windows have changed."""
-        buffers = lasting_buffers(self._engine.model)
-        for number, buffer in enumerate(buffers):
+    def epoch_left_open(self, of_window: int | None, epoch: int | None) -> int | None:
+        """Which epoch a window of another one, or the run's end (None), ends: the run's, or the one at
+        whose last update the checkpoint was made; None: none."""
+        left, self._left_open = self._left_open, None
+        return epoch if epoch is not None else None if left == of_window else left
+
+    def _copy_buffers(self) -> None:
+        """Running statistics, to go back to. Weights that quantised models keep as buffers are large, and
+        stay as they are: of large ones those are copied that earlier windows have changed."""
+        self._is_first_window = not self._versions
+        self._buffers, self._not_copied = [], []
+        for number, buffer in enumerate(lasting_buffers(self._engine.model)):
             if self._versions.setdefault(number, buffer._version) != buffer._version:
                 self._changed.add(number)
-        return [b for n, b in enumerate(buffers) if b.nbytes <= SMALL_BUFFER or n in self._changed]
+            if buffer.nbytes <= SMALL_BUFFER or number in self._changed:
+                self._buffers.append((buffer, buffer.clone()))
+            else:
+                self._not_copied.append((buffer, buffer._version))
+
+    def _changed_without_copy(self) -> int:
+        return sum(buffer._version != version for buffer, version in self._not_copied)
+
+    def _can_drop(self) -> bool:
+        """Whether the open window can be dropped. Of large buffers the first one shows whether they change;
+        a window in which one first does is trained to its end."""
+        if self._is_first_window and self._not_copied:
+            return False
+        return self._changed_without_copy() == 0
 
     def end_is_asked(self) -> bool:
         """Whether a signal has asked some rank for a checkpoint and the end: between micro-batches."""
-        return self._saves and self._asked.now()
+        return self._saves and self._can_drop() and self._asked.now()
+
+    def between_batches(self) -> Callable[[], None] | None:
+        """What an evaluation calls before each of its batches: raises EvaluationGivenUp, on all ranks."""
+        if not self._saves:
+            return None
+        end = AgreedEnd(self._signals, self._group)
+
+        def give_up_if_asked() -> None:
+            if end.now():
+                raise EvaluationGivenUp
+
+        return give_up_if_asked
+
+    def evaluation_was_given_up(self) -> None:
+        """The checkpoint of where the run is says so, and is its end."""
+        self._gave_up = True
+        self._log.control.should_save = self._log.control.ended_by_signal = True
 
     def drop_if_asked(self) -> None:
         """The same in a loss of engine.step(window)."""
@@ -121,7 +179,7 @@ class TrainerSaves:
         if log.saving_due():
             self._save()
         if log.control.ended_by_signal:
-            self._end("")
+            self._end()
 
     def dropped_by_signal(self) -> bool:
         """Whether a signal, on some rank, is why the window was dropped."""
@@ -133,11 +191,18 @@ class TrainerSaves:
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
+        if changed := self._changed_without_copy():  # another rank dropped it
+            logger.warning(
+                "[trainer] %d large buffers were first changed by the window that was dropped, and are "
+                "saved as it left them",
+                changed,
+            )
         self._save()
         self._end(" the open window was dropped,")
 
-    def _end(self, how: str) -> None:
+    def _end(self, how: str = "") -> None:
         self._engine.finish_save()
+        how = " the evaluation was given up," if self._gave_up else how
         log, number = self._log, self._signals.save_asked
         log.note(
             f"ended by a signal;{how} saved after update {log.state.global_step} in {log.last_save}; "
@@ -147,21 +212,22 @@ class TrainerSaves:
         raise Interrupted(number if number is not None else signal.SIGTERM)
 
     def after_epoch(self) -> None:
-        if self._args.save_strategy != "epoch":
+        if self._args.save_strategy != "epoch" and not self._gave_up:
             return
-        now = generators.Snapshot()
-        if self._random is not None:
-            self._random.restore()
-        self._save()
-        now.restore()
+        with generators.untouched():
+            if self._random is not None:
+                self._random.restore()
+            self._save(epoch_ended=True)
+        if self._gave_up:
+            self._end()
 
     def finish(self) -> None:
         """The end of the run: what is still being written is waited for."""
         self._engine.finish_save()
 
-    def _save(self) -> None:
+    def _save(self, epoch_ended: bool = False) -> None:
         step = self._log.state.global_step
-        if step == self._saved:
+        if step == self._saved and not self._gave_up:
             return
         self._saved = step
         model_files = ModelFiles(self._engine, self._group.rank == 0)
@@ -172,19 +238,21 @@ class TrainerSaves:
             (Path(folder) / STATE_FILE).write_text(state + "\n")
 
         position = self._position or self._windows.state_dict()
+        marks = {"owes_evaluation": self._gave_up, "epoch_ended": epoch_ended}
         self._log.last_save = self._engine.save(
             self._folder,
             name=f"checkpoint-{step}",
             cursor=_cursor(position),
             user={
-                "trainer": json.dumps(self._log.kept()),
+                "trainer": json.dumps(self._log.kept() | marks),
                 "data": json.dumps(position),
             },
             own=generators.own_texts(),
             total_limit=self._args.save_total_limit or 0,
             extra=extra,
         )
-        self._log.event("on_save")
+        with generators.untouched():
+            self._log.event("on_save")
 
 
 def _cursor(position: dict[str, Any]) -> int | None:

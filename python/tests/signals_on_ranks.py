@@ -62,6 +62,57 @@ def train(kind, folder, model, stage=0, resume=None):
     return digest(trainer.engine.state_dict())
 
 
+class Judged(Interrupting):
+    """The signal comes in a forward of an evaluation, which are slow from then on."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.judged, self.judged_at = 0, at
+
+    def forward(self, input_ids, labels):
+        if not self.training:
+            self.judged += 1
+            torch.rand(2)
+            if self.judged == self.judged_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.slow_from is not None and self.judged >= self.slow_from:
+                time.sleep(0.05)
+        return TinyForCausalLM.forward(self, input_ids, labels)
+
+
+def judge(folder, model, stage, strategy, resume=None):
+    args = arguments(
+        folder,
+        zero_stage=stage,
+        num_train_epochs=1,
+        eval_strategy=strategy,
+        eval_steps=1,
+        per_device_eval_batch_size=1,
+    )
+    trainer = poise.Trainer(model, args, train_dataset=Rows(16), eval_dataset=Rows(120, seed=3))
+    trainer.train(resume_from_checkpoint=resume)
+    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+    kept = [(line["step"], line["eval_loss"]) for line in lines]
+    return [digest(trainer.engine.state_dict()), kept]
+
+
+def judged(folder):
+    """One rank gets a signal in an evaluation of 60 batches each."""
+    found = []
+    for stage, strategy in ((3, "steps"), (1, "epoch")):
+        place = folder / f"{stage}{strategy}"
+        whole = judge(place / "whole", Judged(), stage, strategy)
+        model = Judged(5 if dist.get_rank() == 1 else None)
+        model.slow_from = 5
+        try:
+            judge(place / "out", model, stage, strategy)
+        except signals.Interrupted as interrupted:
+            number = interrupted.number
+        resumed = judge(place / "out", Judged(), stage, strategy, resume=True)
+        found.append([place.name, number, model.judged, resumed == whole])
+    return found
+
+
 def asked(folder):
     """One rank gets a signal in its second micro-batch of the second window."""
     found = []
@@ -82,7 +133,7 @@ def asked(folder):
 
 def main(name, folder):
     torch.set_num_threads(1)
-    value = {"asked": asked}[name](Path(folder))
+    value = {"asked": asked, "judged": judged}[name](Path(folder))
     rank_processes.report(name, folder, dist.get_rank(), value)
 
 

@@ -2,6 +2,7 @@
 unbroken one to the bit."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -9,12 +10,13 @@ import time
 import poise
 import pytest
 import rank_processes
-from poise import signals
-from poise.signals import AskedOfRanks, Signals
+import torch
+from poise import signals, trainer_saving
+from poise.signals import AgreedEnd, AskedOfRanks, Signals
 from signals_on_ranks import WINDOW, Interrupting, OwnStep
 from test_trainer import Rows, arguments
 from test_trainer_saving import lines_of, names
-from tiny_models import same_bits
+from tiny_models import TinyForCausalLM, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,6 +66,114 @@ def test_the_window_is_dropped_and_comes_again(tmp_path, kind, callbacks, window
     assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole")
 
 
+class JudgedSlowly(Interrupting):
+    """Counts forwards of training and of evaluations apart; the signal comes in one of these."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.judged, self.judged_at = 0, at
+
+    def forward(self, input_ids, labels):
+        if self.training:
+            return super().forward(input_ids, labels)
+        self.judged += 1
+        torch.rand(2)
+        if self.judged == self.judged_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return TinyForCausalLM.forward(self, input_ids, labels)
+
+
+BATCHES = 6  # of an evaluation
+
+
+@pytest.mark.parametrize("saved", ["steps", "epoch"])
+@pytest.mark.parametrize(
+    ("evaluated", "update", "at"),
+    [("steps", 1, 2), ("steps", 2, 8), ("steps", 4, 20), ("epoch", 2, 3), ("epoch", 4, 9)],
+)
+def test_an_evaluation_is_given_up_and_made_by_the_resumed_run(
+    tmp_path, saved, evaluated, update, at
+):
+    def run(folder, model, **more):
+        args = arguments(
+            folder, per_device_train_batch_size=1, gradient_accumulation_steps=WINDOW,
+            per_device_eval_batch_size=1, eval_strategy=evaluated, eval_steps=1,
+            save_strategy=saved, save_steps=1, **more,
+        )  # fmt: skip
+        rows = Rows(2 * WINDOW - 3)
+        made = poise.Trainer(model, args, train_dataset=rows, eval_dataset=Rows(BATCHES, seed=4))
+        made.train()
+        return made
+
+    whole = run(tmp_path / "whole", JudgedSlowly())
+    model = JudgedSlowly(at)
+    with pytest.raises(signals.Interrupted):
+        run(tmp_path / "out", model)
+    assert model.judged == at  # no batch more
+    assert names(tmp_path / "out")[-1] == f"checkpoint-{update}"
+    resumed = run(tmp_path / "out", JudgedSlowly(), resume_from_checkpoint=True)
+    assert same_bits(resumed.model, whole.model)
+    assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole")
+
+
+def test_the_evaluation_before_the_first_window_too(tmp_path):
+    def run(folder, model, **more):
+        args = arguments(
+            folder, max_steps=2, eval_on_start=True, per_device_eval_batch_size=1, **more
+        )
+        made = poise.Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows(BATCHES))
+        made.train()
+        return made
+
+    whole = run(tmp_path / "whole", JudgedSlowly())
+    model = JudgedSlowly(2)
+    with pytest.raises(signals.Interrupted):
+        run(tmp_path / "out", model)
+    assert (model.judged, model.forwards) == (2, 0)
+    resumed = run(tmp_path / "out", JudgedSlowly(), resume_from_checkpoint=True)
+    assert same_bits(resumed.model, whole.model)
+    assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole")
+
+
+class LargeBuffer(Interrupting):
+    """One that changes from a micro-batch on, and counts in the loss."""
+
+    def __init__(self, changes_from=1, at=None):
+        super().__init__(at)
+        self.changes_from = changes_from
+        self.register_buffer("queue", torch.ones(trainer_saving.SMALL_BUFFER // 4 + 1))
+
+    def forward(self, input_ids, labels):
+        loss = super().forward(input_ids, labels)
+        if self.seen >= self.changes_from:
+            self.queue += 1
+        return loss * self.queue.mean() / 8
+
+
+@pytest.mark.parametrize(
+    ("changes_from", "at", "saved", "dropped"),
+    [
+        (1, 2, 1, False),  # in the first window, which shows whether it changes
+        (WINDOW + 1, WINDOW + 3, 2, False),  # in the window where it first does
+        (1, WINDOW + 3, 1, True),
+        (10**9, WINDOW + 3, 1, True),
+    ],
+)
+def test_a_large_buffer_is_saved_as_the_window_found_it(tmp_path, changes_from, at, saved, dropped):
+    whole = trainer(tmp_path / "whole", LargeBuffer(changes_from))
+    whole.train()
+    model = LargeBuffer(changes_from, at)
+    stopped = trainer(tmp_path / "out", model)
+    with pytest.raises(signals.Interrupted):
+        stopped.train()
+    assert (model.forwards == at) == dropped
+    assert names(tmp_path / "out") == [f"checkpoint-{saved}"]
+    resumed = trainer(tmp_path / "out", LargeBuffer(changes_from), resume_from_checkpoint=True)
+    resumed.train()
+    assert same_bits(resumed.model, whole.model)
+    assert torch.equal(resumed.model.queue, whole.model.queue)
+
+
 SCRIPT = """\
 import sys
 
@@ -105,6 +215,17 @@ def test_a_signal_on_one_of_two_ranks_drops_the_window_on_both(tmp_path):
             assert same, name
 
 
+def test_a_signal_on_one_of_two_ranks_ends_the_evaluation_on_both(tmp_path):
+    found = rank_processes.run("signals_on_ranks.py", "judged", tmp_path)
+    assert len(found[0]) == 2
+    for (name, *first), (_, *second) in zip(*found, strict=True):
+        for number, judged, same in (first, second):
+            assert number == signal.SIGTERM, name
+            assert judged < 40, (name, judged)  # of 60
+            assert same, name
+        assert first[1] == second[1], name  # after the same batch
+
+
 class Notes:
     """A group of two ranks, by the notes of its store."""
 
@@ -132,6 +253,29 @@ def test_ranks_look_for_a_note_now_and_then(monkeypatch):
     assert not asked.now()
     now += 2 * AskedOfRanks.LOOK_EVERY
     assert asked.now()
+
+
+def test_ranks_of_an_evaluation_ask_each_other_now_and_then(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    asked = []
+
+    class Slow(Notes):
+        def all_gather_text(self, text, what):
+            asked.append(json.loads(text))
+            return [text, json.dumps([False, 3 * asked[-1][1]])]
+
+    end = AgreedEnd(Signals(), Slow())
+    for _ in range(1000):
+        assert not end.now()
+        now += 0.01  # 0.03 of the other rank: about 8 batches in EVERY seconds
+    assert 1000 / 9 < len(asked) < 1000 / 6
+    slow = AgreedEnd(Signals(), Slow())
+    asked.clear()
+    for _ in range(6):
+        slow.now()
+        now += 10
+    assert len(asked) == 5  # nobody knows at the first one: two batches more, then each
 
 
 def test_a_run_without_saves_leaves_signals_alone(tmp_path):

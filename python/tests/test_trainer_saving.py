@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import signal
 
+import numpy
 import poise
 import pytest
 import torch
 from poise import signals
 from poise.trainer_saving import last_checkpoint
 from test_trainer import Rows
-from tiny_models import same_bits, tiny
+from tiny_models import TinyForCausalLM, same_bits, tiny
 from torch.utils.data import Dataset
 
 
@@ -30,7 +32,7 @@ class Noisy(Dataset):
         return row
 
 
-def trainer(folder, dataset=None, callbacks=(), seed=0, **changes):
+def trainer(folder, dataset=None, callbacks=(), seed=0, model=None, judged=None, **changes):
     base = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -42,8 +44,9 @@ def trainer(folder, dataset=None, callbacks=(), seed=0, **changes):
     }
     args = poise.TrainingArguments(str(folder), **{**base, **changes})
     data = Noisy() if dataset is None else dataset
+    model = tiny(dropout=0.2, seed=seed) if model is None else model
     return poise.Trainer(
-        tiny(dropout=0.2, seed=seed), args, train_dataset=data, callbacks=list(callbacks)
+        model, args, train_dataset=data, eval_dataset=judged, callbacks=list(callbacks)
     )
 
 
@@ -57,6 +60,7 @@ def lines_of(folder):
         "accounts",
         "host_bytes",
         "eval_runtime",
+        "eval_tokens_per_second",
     )
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
@@ -114,6 +118,57 @@ def test_trainer_state_has_the_names_of_transformers(tmp_path):
     assert (state["global_step"], state["max_steps"], state["num_train_epochs"]) == (4, 9, 3)
     assert state["epoch"] == pytest.approx(4 / 3)
     assert [line["step"] for line in state["log_history"]] == [2, 4]
+
+
+class DrawsWhenJudged(TinyForCausalLM):
+    """As one that samples in eval mode."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(dropout=0.2)
+
+    def forward(self, input_ids, labels):
+        if not self.training:
+            draw()
+        return super().forward(input_ids, labels)
+
+
+def draw():
+    torch.rand(3), random.random(), numpy.random.rand()
+
+
+class Samples(poise.TrainerCallback):
+    """Draws at every event between updates."""
+
+    def on_epoch_begin(self, args, state, control, **details):
+        draw()
+
+    on_epoch_end = on_evaluate = on_save = on_log = on_epoch_begin
+
+
+@pytest.mark.parametrize("evaluated", ["steps", "epoch"])
+@pytest.mark.parametrize("saved", ["steps", "epoch"])
+def test_what_evaluations_and_callbacks_draw_is_no_matter_of_the_training(
+    tmp_path, evaluated, saved
+):
+    def run(folder, **changes):
+        args = {"save_steps": 1, "save_strategy": saved, "eval_steps": 2, "num_train_epochs": 2}
+        made = trainer(
+            folder, None, [Samples()], model=DrawsWhenJudged(), judged=Rows(3), **args | changes
+        )
+        made.train()
+        return made
+
+    whole = run(tmp_path / "whole", eval_strategy=evaluated)
+    lines = lines_of(tmp_path / "whole")
+    assert sum("eval_loss" in line for line in lines) == (3 if evaluated == "steps" else 2)
+    without = run(tmp_path / "without", eval_strategy="no")
+    assert same_bits(without.model, whole.model)
+    for name in names(tmp_path / "whole"):
+        path = str(tmp_path / "whole" / name)
+        resumed = run(tmp_path / "whole", eval_strategy=evaluated, resume_from_checkpoint=path)
+        assert same_bits(resumed.model, whole.model), name
+        assert lines_of(tmp_path / "whole") == lines, name
 
 
 class Asks(poise.TrainerCallback):
