@@ -61,6 +61,7 @@ __all__: list[str] = [
     "known_devices",
     "list_saves",
     "log_write",
+    "mark_best_save",
     "one_rank",
     "optimizer_stage",
     "parse_bytes",
@@ -872,6 +873,16 @@ def list_saves(directory: str) -> list[str]:
 def log_write(level: typing.SupportsInt, line: str) -> None:
     """
     Writes one line to the runtime's log (0 debug, 1 info, 2 warning, 3 error).
+    """
+
+def mark_best_save(
+    save: str,
+    user: collections.abc.Mapping[str, str],
+    total_limit: typing.SupportsInt,
+    keep_every: typing.SupportsInt,
+) -> None:
+    """
+    The directory's link `best` leads to the save, which keeps these texts besides its own.
     """
 
 def one_rank(device: torch.device) -> Group:

@@ -37,6 +37,9 @@ class RunState:
         self._last: dict[str, Any] = {}  # its arguments
         self._best: float | None = None  # validation loss
         self._is_best = False  # the last one, and not saved yet
+        self._path = ""  # of the last save
+        # A validation that a signal ends is made by the run that goes on from the save.
+        self._validates = self.owes_validation = False
         self._open: tuple[int, generators.Snapshot] | None = None  # where the open window began
 
     def resume(self) -> None:
@@ -60,6 +63,9 @@ class RunState:
         self._report.go_on(loaded.user.get("report", ""))
         if best := loaded.user.get("best"):
             self._best = float(best)
+        self.owes_validation = "owes_validation" in loaded.user
+        if self._policy["resume"] == "auto":  # else the save may lie elsewhere
+            self._path = loaded.path
         self._data.windows.seek(loaded.cursor)
         generators.take_texts(loaded.own)
         self._saved = self._report.updates
@@ -91,7 +97,11 @@ class RunState:
     def close_window(self) -> None:
         self._open = None
 
+    def begin_validation(self) -> None:
+        self._validates = True
+
     def validated(self, loss: float) -> None:
+        self._validates = False
         if self._policy["keep_best"] and loss < (math.inf if self._best is None else self._best):
             self._best, self._is_best = loss, True
 
@@ -107,10 +117,14 @@ class RunState:
         self._engine.finish_save()
 
     def save_if_best(self) -> None:
-        """After a validation that came after save_at_end()."""
-        if self._is_best:
+        """After a validation that came after save_at_end(): what it has found is added to that save."""
+        if self._is_best and not self._path:
+            self._saved = -1
             self._save(best=True)
             self._engine.finish_save()
+        elif self._is_best:
+            kept = self._policy["save_total_limit"], self._policy["keep_every"]
+            _C.mark_best_save(self._path, {"best": repr(self._best)}, *kept)
 
     def save_at_signal(self, interrupted: Interrupted) -> None:
         """A window that was open is given back: its samples and random numbers come again."""
@@ -135,9 +149,11 @@ class RunState:
                 "total_limit": self._policy["save_total_limit"],
                 "keep_every": self._policy["keep_every"],
             }
+            if self._validates:
+                self._last["user"]["owes_validation"] = "yes"
         elif not best:
             return
         if self._best is not None:
             self._last["user"]["best"] = repr(self._best)
-        self._engine.save(self._folder, best=best, **self._last)
+        self._path = self._engine.save(self._folder, best=best, **self._last)
         self._is_best = False

@@ -227,6 +227,8 @@ class _Run:
         folder, every = Path(train["output_dir"]), train["validate_every"]
         trace = Profiling(train["profile_updates"], folder, name="trace.json")
         try:
+            if self._state.owes_validation:
+                self._validate()
             for number in range(self._report.updates + 1, train["max_updates"] + 1):
                 trace.before(number)
                 begin = time.perf_counter()
@@ -261,7 +263,9 @@ class _Run:
         if self._data.validation is None:
             return
         batches, scope = self._data.validation(), self._engine.forward_scope
-        metrics = evaluation.evaluate(self._model, batches, self._loss, scope)
+        self._state.begin_validation()
+        with generators.untouched():
+            metrics = evaluation.evaluate(self._model, batches, self._loss, scope)
         self._report.validation(metrics["eval_loss"])
         self._state.validated(metrics["eval_loss"])
 

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "poise/best_save.h"
 #include "poise/error.h"
 #include "poise/state.h"
 
@@ -34,6 +35,10 @@ void bind_state(py::module_& module) {
              "Reads every byte of a save; an Error names what is damaged.");
   module.def("save_differences", &state::differences, py::arg("save"), py::arg("other"), NoGil(),
              "A line for each thing in which two saves differ.");
+  module.def(
+      "mark_best_save", &state::mark_best, py::arg("save"), py::arg("user"), py::arg("total_limit"),
+      py::arg("keep_every"), NoGil(),
+      "The directory's link `best` leads to the save, which keeps these texts besides its own.");
   module.def("export_save", &state::export_model, py::arg("save"), py::arg("file"), NoGil(),
              "The model of a save as one plain safetensors file.");
   module.def(

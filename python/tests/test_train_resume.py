@@ -14,6 +14,9 @@ from poise import _C, cli
 from terminal import environment
 
 NETS = """
+import os
+import signal
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -43,6 +46,27 @@ class Stream(IterableDataset):
     def __iter__(self):
         for i in range(8):
             yield {"x": torch.full((3,), float(i)), "labels": torch.tensor(i % 2)}
+
+
+class Sampling(Net):
+    # Draws in eval mode, and ends the run there, if asked to, in a forward.
+    ends_at = None
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.judged = 0
+
+    def forward(self, x, labels):
+        if not self.training:
+            torch.rand(3)
+            self.judged += 1
+            if self.judged == self.ends_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x, labels)
+
+
+def sampling(width=8):
+    return Sampling(width), Rows(), Rows()
 
 
 def rows(width=8):
@@ -130,6 +154,39 @@ def test_the_save_of_the_best_validation_stays(folder, rate):
     assert train(folder, "judged", *again, "train.max_updates=5") == 0
     assert train(folder, "judged", *again) == 0
     assert (folder / "again" / "state" / "best").readlink().name == f"update-{best:08d}"
+
+
+def test_a_best_one_that_is_saved_already_is_not_written_again(folder, monkeypatch):
+    saved = []
+    save = poise.Engine.save
+    monkeypatch.setattr(
+        poise.Engine,
+        "save",
+        lambda self, *a, **k: saved.append(self.updates) or save(self, *a, **k),
+    )
+    settings = ("state.save_every=4", "state.keep_best=true", "train.output_dir=out")
+    assert train(folder, "judged", *settings) == 0  # validates at the end alone
+    assert saved == [4, 8, 12, 13]
+    state = folder / "out" / "state"
+    assert (state / "best").readlink().name == "update-00000013"
+    _C.verify_save(str(state / "best"))
+    manifest = json.loads((state / "best" / "manifest.json").read_text())
+    [loss] = [line["eval_loss"] for line in lines_of(folder, "out") if "eval_loss" in line]
+    assert float(manifest["user"]["best"]) == loss
+
+
+@pytest.mark.parametrize("at", [3, 18])
+def test_a_validation_that_a_signal_ends_is_made_by_the_resumed_run(folder, at):
+    settings = ("state.save_every=100", "state.resume=auto", "train.validate_every=1")
+    settings += ("train.validation_batches=8",)
+    assert train(folder, "sampling", *settings, "train.output_dir=whole") == 0
+    sys.modules["nets"].Sampling.ends_at = at
+    out = (*settings, "train.output_dir=out")
+    assert train(folder, "sampling", *out) == 128 + signal.SIGTERM
+    assert lines_of(folder, "out")[-1]["updates"] == -(-at // 8)
+    sys.modules["nets"].Sampling.ends_at = None
+    assert train(folder, "sampling", *out) == 0
+    assert lines_of(folder, "out") == lines_of(folder, "whole")
 
 
 def test_other_data_is_refused(folder, capsys):

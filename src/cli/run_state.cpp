@@ -3,11 +3,13 @@
 
 #include <ATen/ops/full.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "poise/best_save.h"
 #include "poise/log.h"
 #include "poise/memory.h"
 #include "poise/state.h"
@@ -75,6 +77,8 @@ void RunState::resume() {
     best_ = nlohmann::json::parse(best).get<double>();
   }
   loader_.seek(*loaded.cursor);
+  if (wanted == "auto") path_ = loaded.path;  // else the save may lie elsewhere
+  owes_validation_ = !text("owes_validation").empty();
   saved_ = report_.updates();
   report_.note(join("  resumed from ", loaded.path, " after update ", report_.updates()));
 }
@@ -115,6 +119,7 @@ void RunState::give_window_back() {
 
 // Ranks may differ in the last bits of a loss, and must not in whether they save.
 void RunState::validated(double loss) {
+  validates_ = false;
   if (!config_.state.keep_best) return;
   auto& group = engine_.group();
   const auto text = nlohmann::json(loss < best_).dump();
@@ -128,6 +133,7 @@ void RunState::save(Best best) {
     options_ = {};
     options_.cursor = loader_.cursor();
     options_.user = {{"report", report_.text()}, {"data", data_identity()}};
+    if (validates_) options_.user["owes_validation"] = "yes";
     options_.total_limit = config_.state.save_total_limit;
     options_.keep_every = config_.state.keep_every;
   } else if (best == Best::no) {
@@ -135,7 +141,7 @@ void RunState::save(Best best) {
   }
   options_.best = best == Best::yes;
   if (std::isfinite(best_)) options_.user["best"] = nlohmann::json(best_).dump();
-  engine_.save(directory_, options_);
+  path_ = engine_.save(directory_, options_);
   is_best_ = false;
 }
 
@@ -166,6 +172,36 @@ void RunState::drop_if_asked() {
   if (group.note(asked_note_)) throw WindowDropped();
 }
 
+// Ranks are at the same batch of it, whatever their pace: they ask each other as often as a look
+// at the store is for.
+void RunState::leave_validation_if_asked() {
+  auto& group = engine_.group();
+  if (!saves_ || group.size() == 1 || --batches_left_ > 0) return;
+  const auto now = std::chrono::steady_clock::now();
+  const std::chrono::duration<double> since = now - looked_;
+  const nlohmann::json mine{InterruptScope::save_is_asked(), since.count()};
+  bool asked = false;
+  double slowest = 1e-9;
+  for (const auto& text : group.all_gather_text(mine.dump(), "end of the validation")) {
+    const auto of_rank = nlohmann::json::parse(text);
+    asked = asked || of_rank[0].get<bool>();
+    slowest = std::max(slowest, of_rank[1].get<double>());
+  }
+  if (asked) throw WindowDropped();
+  const auto fit = static_cast<double>(batches_) * 5 * std::chrono::duration<double>(kLookEvery) /
+                   std::chrono::duration<double>(slowest);
+  batches_ = batches_left_ =
+      std::clamp(static_cast<std::int64_t>(fit), std::int64_t{1}, 2 * batches_);
+  looked_ = now;
+}
+
+void RunState::begin_validation() {
+  validates_ = true;
+  batches_ = 1;
+  batches_left_ = 0;
+  looked_ = std::chrono::steady_clock::now();
+}
+
 void RunState::save_dropped() {
   give_window_back();
   const int mine = interrupt_.take_save();
@@ -192,10 +228,26 @@ void RunState::save_at_end() {
   engine_.finish_save();
 }
 
+// The save is there; what the validation has found is added to it.
 void RunState::save_if_best() {
   if (!is_best_) return;
-  save(Best::yes);
-  engine_.finish_save();
+  if (path_.empty()) {
+    saved_ = -1;
+    save(Best::yes);
+    return engine_.finish_save();
+  }
+  auto& group = engine_.group();
+  std::string problem;
+  if (group.rank() == 0) {
+    try {
+      state::mark_best(path_, {{"best", nlohmann::json(best_).dump()}},
+                       config_.state.save_total_limit, config_.state.keep_every);
+    } catch (const Error& error) {
+      problem = error.what();
+    }
+  }
+  const auto of_first = group.all_gather_text(problem, "the best save").front();
+  if (!of_first.empty()) throw Error(of_first);
 }
 
 void RunState::save_at_signal(int signal) {

@@ -39,12 +39,16 @@ class RunState {
   // a save: this one, or one that has said so.
   void drop_if_asked();
 
+  // A validation that a signal ends is made by the run that goes on from the save.
+  void begin_validation();
+  void leave_validation_if_asked();  // before a batch of several ranks; throws WindowDropped
   void validated(double loss);
+  bool owes_validation() const { return owes_validation_; }  // the save resumed from
   // After a window and what belongs to it. Throws SavedAtSignal where a signal has asked some rank
   // for a save.
   void save_if_due();
   void save_at_end();
-  void save_if_best();  // after a validation that came after save_at_end()
+  void save_if_best();  // after a validation that came after save_at_end(): marks that save
   // One rank, whose signal came in the middle of something: an open window is given back.
   void save_at_signal(int signal);
   // All ranks, which have dropped the open window. Throws SavedAtSignal.
@@ -65,12 +69,15 @@ class RunState {
   Report& report_;
   InterruptScope& interrupt_;
   const std::string directory_;
+  std::string path_;                                       // of the last save
   std::int64_t saved_ = -1;                                // windows at the last save
   state::SaveOptions options_;                             // its own
   double best_ = std::numeric_limits<double>::infinity();  // validation loss
   bool is_best_ = false;                                   // the last one, and not saved yet
   std::string asked_note_;  // key of the note of a rank that a signal has asked for a save
   std::chrono::steady_clock::time_point looked_;  // for it
+  bool validates_ = false, owes_validation_ = false;
+  std::int64_t batches_ = 1, batches_left_ = 0;  // of a validation, until ranks ask each other
   // Where the open window began.
   bool in_window_ = false;
   std::int64_t cursor_ = 0;

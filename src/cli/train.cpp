@@ -22,6 +22,7 @@
 #include "poise/engine.h"
 #include "poise/error.h"
 #include "poise/window_dropped.h"
+#include "state/random.h"
 
 namespace poise::cli {
 namespace {
@@ -186,6 +187,7 @@ void Run::loop() {
   using Clock = std::chrono::steady_clock;
   Trace trace(config_.train.profile_updates,
               (std::filesystem::path(config_.train.output_dir) / "trace.json").string());
+  if (state_->owes_validation()) validate();
   for (auto number = report_.updates() + 1; number <= config_.train.max_updates; ++number) {
     trace.before(number);
     const auto begin = Clock::now();
@@ -209,15 +211,18 @@ void Run::loop() {
 
 void Run::validate() {
   if (!corpora_.validation) return;
+  const state::RandomUntouched random(device_);
   const at::NoGradGuard no_grad;
-  const auto scope = engine_->forward_scope();
   model_->eval();
+  state_->begin_validation();
   double sum = 0, samples = 0;
   const auto size = corpora_.validation->size(), micro = config::micro_batch_size(config_.batch);
   for (std::int64_t i = 0; i < config_.train.validation_batches && i * micro < size; ++i) {
     interrupt_.check();
+    state_->leave_validation_if_asked();
     std::vector<std::int64_t> indices;
     for (auto at = i * micro; at < std::min((i + 1) * micro, size); ++at) indices.push_back(at);
+    const auto scope = engine_->forward_scope();  // what is thrown in it is fatal to the group
     const auto loss = model_->loss(on(device_, corpora_.validation->batch(indices)));
     const auto count = static_cast<double>(indices.size());
     sum += loss.value.item<double>() * count;  // a mean over samples of one length

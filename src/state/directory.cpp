@@ -8,10 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "poise/best_save.h"
 #include "poise/error.h"
 #include "poise/log.h"
 #include "poise/state.h"
 #include "state/files.h"
+#include "state/saver.h"
 
 namespace poise::state {
 namespace {
@@ -181,6 +183,25 @@ void rotate(const std::string& directory, const std::string& newest, std::int64_
       log::warning("an old save stays: ", error.what());
     }
   }
+}
+
+void mark_best(const std::string& save, const std::map<std::string, std::string>& user,
+               std::int64_t total_limit, std::int64_t keep_every) {
+  const auto slash = save.find_last_of('/');
+  const auto directory = slash == std::string::npos ? std::string(".") : save.substr(0, slash + 1);
+  const auto name = save.substr(slash + 1);
+  check_name(name);
+  const Lock lock(directory);
+  check_place(directory, name, /*best=*/true);
+  auto manifest = read_manifest(save);
+  for (const auto& [key, value] : user) manifest.user[key] = value;
+  const auto unfinished = in(directory, temporary_name(name, random_word()));
+  write_new_file(unfinished, to_text(manifest));
+  rename_over(unfinished, in(save, kManifest));
+  sync(save);
+  link_in(directory, name, kBest);
+  sync(directory);
+  rotate(directory, name, total_limit, keep_every);
 }
 
 std::string find(const std::string& path) {

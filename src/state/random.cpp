@@ -33,6 +33,11 @@ void set_random_state(c10::Device device, const at::Tensor& values) {
   generator.set_state(values);
 }
 
+RandomUntouched::~RandomUntouched() {
+  const auto devices = generators_of(device_);
+  for (std::size_t i = 0; i < devices.size(); ++i) set_random_state(devices[i], states_[i].values);
+}
+
 void seed_anew(c10::Device device, std::uint64_t seed, int rank, std::int64_t updates) {
   std::uint64_t mixed = seed;
   for (const auto part : {static_cast<std::uint64_t>(updates), static_cast<std::uint64_t>(rank)}) {

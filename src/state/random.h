@@ -18,6 +18,19 @@ void set_random_state(c10::Device device, const at::Tensor& values);
 std::vector<c10::Device> generators_of(c10::Device device);
 std::string generator_name(c10::Device device);
 
+// What runs while it lives draws as it likes: the generators go back to where they were.
+class RandomUntouched {
+ public:
+  explicit RandomUntouched(c10::Device device) : device_(device), states_(random_states(device)) {}
+  ~RandomUntouched();
+  RandomUntouched(const RandomUntouched&) = delete;
+  RandomUntouched& operator=(const RandomUntouched&) = delete;
+
+ private:
+  const c10::Device device_;
+  const std::vector<Piece> states_;
+};
+
 // Begins anew, where another number of ranks saved: nobody goes on where a rank was, and nobody
 // draws again what was drawn.
 void seed_anew(c10::Device device, std::uint64_t seed, int rank, std::int64_t updates);

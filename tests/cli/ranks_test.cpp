@@ -24,6 +24,7 @@ namespace poise::cli {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
@@ -248,6 +249,43 @@ TEST_F(Ranks, ASignalInAWindowGivesItBackOnBoth) {
     }
     EXPECT_EQ(summary(name)["losses"], whole);
   }
+}
+
+// In the middle of a validation that would take seconds: both leave it after the same batch, and
+// the resumed run makes it.
+TEST_F(Ranks, ASignalInAValidationEndsItOnBoth) {
+  std::ofstream corpus(folder_ + "/long.txt");
+  for (int i = 0; i < 4000; ++i) corpus << "the cat sat on the mat, " << i % 7 << " times.\n";
+  corpus.close();
+  const std::vector<std::string> settings{"zero.stage=3",
+                                          "train.max_updates=2",
+                                          "train.log_every=1",
+                                          "train.validate_every=1",
+                                          "train.validation_batches=100000",
+                                          "data.validation=[\"" + folder_ + "/long.txt\"]",
+                                          "state.save_every=1000",
+                                          "state.resume=auto",
+                                          "state.rehearse=false"};
+  for (const auto process : start(2, "judged", settings)) EXPECT_EQ(wait_for(process), 0);
+  const auto whole = summary("judged");
+  EXPECT_THAT(log_of("judged", 0), HasSubstr("validation after update 1:"));
+
+  const auto processes = start(2, "left", settings);
+  for (int i = 0; i < 3000 && log_of("left", 0).find("update 1/") == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  ::kill(processes[1], SIGTERM);
+  EXPECT_EQ(wait_for(processes[0]), 128 + SIGTERM) << log_of("left", 0);
+  EXPECT_EQ(wait_for(processes[1]), 128 + SIGTERM) << log_of("left", 1);
+  EXPECT_THAT(log_of("left", 0), HasSubstr("saved after update 1 in "));
+  EXPECT_THAT(log_of("left", 0), Not(HasSubstr("validation after update")));
+  ASSERT_EQ(summary("left")["updates"], 1);
+
+  for (const auto process : start(2, "left", settings)) EXPECT_EQ(wait_for(process), 0);
+  EXPECT_EQ(summary("left")["losses"], whole["losses"]);
+  EXPECT_EQ(summary("left")["val_loss"], whole["val_loss"]);
+  EXPECT_THAT(log_of("left", 0), HasSubstr("validation after update 1:"));
 }
 
 TEST_F(Ranks, AKilledRankEndsTheOther) {

@@ -19,6 +19,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::ordered_json;
 
 class Resumed : public ::testing::Test {
@@ -205,6 +206,36 @@ TEST_F(Resumed, AfterASignalToo) {
     ASSERT_EQ(resumed.code, 0) << resumed.err;
     EXPECT_EQ(lines(out).back()["losses"], want) << "after " << updates;
   }
+}
+
+// A validation that a signal has ended is made by the run that goes on.
+TEST_F(Resumed, AfterASignalInAValidation) {
+  std::string text;
+  for (int i = 0; i < 6000; ++i) text += "the cat sat on the mat, " + std::to_string(i % 7) + "\n";
+  const std::vector<std::string> settings{
+      "train.max_updates=3",
+      "train.log_every=1",
+      "train.validate_every=1",
+      "train.validation_batches=100000",
+      "data.validation=[\"" + folder_.write("long.txt", text) + "\"]",
+      "state.save_every=1000",
+      "state.resume=auto"};
+  ASSERT_EQ(train("whole", settings).code, 0);
+  std::atomic<bool> over = false;
+  std::thread sender([&] {
+    while (!over && lines("out").empty()) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (!over) kill(getpid(), SIGTERM);
+  });
+  const auto stopped = train("out", settings);
+  over = true;
+  sender.join();
+  ASSERT_EQ(stopped.code, 128 + SIGTERM) << stopped.err;
+  EXPECT_THAT(stopped.out, HasSubstr("saved after update 1 "));
+  EXPECT_THAT(stopped.out, Not(HasSubstr("validation after update 1")));
+  const auto resumed = train("out", settings);
+  ASSERT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_EQ(lines("out"), lines("whole"));
 }
 
 TEST_F(Resumed, RefusesWhatDoesNotFit) {

@@ -62,6 +62,7 @@ BASE = {
 }
 FURTHER_DOORS = {  # rooms with two doors
     "stream.h": "core",
+    "best_save.h": "state",
     "model_files.h": "state",
     "window_dropped.h": "engine",
     "module_plan.h": "engine",

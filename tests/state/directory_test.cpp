@@ -3,9 +3,11 @@
 #include "state/directory.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "poise/best_save.h"
 #include "poise/state.h"
 #include "state/files.h"
 #include "state/saver.h"
@@ -128,6 +130,37 @@ TEST(Directory, KeepsTheBestBesides) {
   EXPECT_EQ(state::names_in(folder.path()),
             (std::vector<std::string>{".lock", "best", "latest", "update-00000004",
                                       "update-00000005", "update-00000006"}));
+}
+
+// Of a save that turns out to be the best one later the manifest alone is written anew.
+TEST(Directory, TheBestMayBeNamedLater) {
+  const TempFolder folder;
+  Trained run;
+  std::string last;
+  for (int i = 0; i < 3; ++i) {
+    last = run.engine.save(folder.path(), {.user = {{"a", "b"}}, .best = i == 0});
+    run.step();
+  }
+  const auto shard = state::in(last, "rank-00000.safetensors");
+  struct stat before {
+  }, after{};
+  ASSERT_EQ(::stat(shard.c_str(), &before), 0);
+  state::mark_best(last, {{"loss", "0.5"}}, /*total_limit=*/2, /*keep_every=*/0);
+  ASSERT_EQ(::stat(shard.c_str(), &after), 0);
+  EXPECT_EQ(before.st_ino, after.st_ino);
+  EXPECT_EQ(state::link_target(folder / "best"), "update-00000002");
+  EXPECT_EQ(
+      state::names_in(folder.path()),  // the one that was the best has gone as others do
+      (std::vector<std::string>{".lock", "best", "latest", "update-00000001", "update-00000002"}));
+  state::verify(last);
+  Trained other;
+  const auto loaded = other.engine.load(folder / "best");
+  EXPECT_EQ(loaded.user.at("loss"), "0.5");
+  EXPECT_EQ(loaded.user.at("a"), "b");
+  EXPECT_EQ(other.engine.updates(), 2);
+  state::make_folder(folder / "mine");
+  EXPECT_NE(message_of([&] { state::mark_best(folder / "mine", {}, 0, 0); }).find("is no save"),
+            std::string::npos);
 }
 
 // A newest save that says fewer updates (the run was begun anew) is still the one that stays.
