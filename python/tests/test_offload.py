@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import poise
 import pytest
@@ -242,6 +244,75 @@ def test_poise_train_takes_it(tmp_path, capfd):
     assert device == file
     assert lines["device"][-1]["file_bytes"] == 0 < lines["file"][-1]["file_bytes"]
     assert lines["file"][-1]["accounts"]["optimizer"] == 0
+
+
+ON_A_FULL_DISK = """
+import sys
+
+import poise
+import torch
+from test_offload import HALF, Stack, to_file
+
+folder = sys.argv[1]
+model = Stack()
+numel = sum(p.numel() for p in model.parameters())
+
+
+def refused(call):
+    try:
+        call()
+    except poise.Error as error:
+        assert "[offload] cannot take" in str(error) and "No space left on device" in str(error)
+        assert "offset" in str(error) and folder in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+def loss_fn(x):
+    return torch.nn.functional.mse_loss(model(x), x), len(x)
+
+
+refused(lambda: poise.Engine(Stack(), {**HALF, "offload": to_file(folder)}))  # 1.2 MB of states
+
+away = {**to_file(folder), "optimizer": "none", "activations": "file"}
+engine = poise.Engine(model, {"offload": {**away, "activation_min_bytes": 1}})
+other = Stack()
+plain = poise.Engine(other, {})
+small, large = torch.ones(4, 128), torch.ones(2048, 128)  # the activations of one take 12 MB
+losses = [engine.step([small], loss_fn).loss]
+refused(lambda: engine.step([large], loss_fn))
+losses.append(engine.step([small], loss_fn).loss)  # the window is gone, the run goes on
+
+
+def plain_loss(x):
+    return torch.nn.functional.mse_loss(other(x), x), len(x)
+
+
+assert losses == [plain.step([small], plain_loss).loss for _ in range(2)]
+assert engine.updates == 2
+assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))
+print("as it should be")
+"""
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on(tmp_path):
+    """A tmpfs of 1 MiB, in a mount namespace of its own."""
+    mount = f"mount -t tmpfs -o size=1m tmpfs '{tmp_path}' || exit 77; exec \"$@\""
+    here = [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+    }
+    try:
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount, "sh", *here], env=environment, timeout=120,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if done.returncode == 77 or "Operation not permitted" in done.stdout:
+        pytest.skip("only root may mount a small file system")
+    assert done.stdout.endswith("as it should be\n"), done.stdout
 
 
 def test_settings_that_contradict_are_errors(tmp_path):
