@@ -178,5 +178,27 @@ TEST(Faults, SoIsOneChangedByte) {
   EXPECT_NE(message.find("are not those that were written"), std::string::npos) << message;
 }
 
+// What was right once, elsewhere or before.
+TEST(Faults, SoAreBlocksThatChangedPlaces) {
+  Round round;
+  std::vector<char> first(8192), second(8192);
+  ASSERT_EQ(pread(round.other, first.data(), 8192, 8192), 8192);
+  ASSERT_EQ(pread(round.other, second.data(), 8192, 16384), 8192);
+  ASSERT_EQ(pwrite(round.other, second.data(), 8192, 8192), 8192);
+  ASSERT_EQ(pwrite(round.other, first.data(), 8192, 16384), 8192);
+  fsync(round.other);
+  EXPECT_NE(round.message().find("are not those that were written"), std::string::npos);
+}
+
+TEST(Faults, SoIsAFileOfAnEarlierUpdate) {
+  Round round;
+  std::vector<char> before(81920);
+  ASSERT_EQ(pread(round.other, before.data(), before.size(), 0), 81920);
+  round.span->put(0, random_floats(kNumel, 2)).wait();
+  ASSERT_EQ(pwrite(round.other, before.data(), before.size(), 0), 81920);
+  fsync(round.other);
+  EXPECT_NE(round.message().find("are not those that were written"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace poise::offload
