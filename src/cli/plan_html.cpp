@@ -204,7 +204,8 @@ std::string figures(const Page& page, const Plan& plan) {
   if (page.answer != nullptr) rows += row("budget", memory::format_bytes(page.answer->budget));
   rows += row("an update", seconds(plan.time.total));
   const std::string counted = page.job.traced ? "samples" : "tokens";
-  rows += row(counted + " per second and device", text("%.3g", tokens_per_second(page.job, plan)));
+  const auto rate = tokens_per_second(page.job, plan);
+  rows += row(counted + " per second and device", text(rate < 100 ? "%.3g" : "%.0f", rate));
   if (page.price.gpu_hour > 0) {
     const auto tokens = static_cast<double>(page.job.global_batch * page.job.sequence);
     const auto cost = plan::cost(plan, tokens, page.price);
