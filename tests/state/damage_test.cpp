@@ -92,6 +92,27 @@ TEST_F(Damage, ASaveOfAnEarlierVersionIsReadAndChecked) {
   EXPECT_EQ(engine.updates(), 2);
 }
 
+// What a caller added is held to its checksum, too.
+TEST_F(Damage, AFlippedBitOfACallersFile) {
+  engine.save(folder.path(), {.name = "more", .extra = [](const std::string& into) {
+                                state::make_folder(state::in(into, "tokens"));
+                                state::write_new_file(state::in(into, "config.json"), "{\"a\": 1}");
+                                state::write_new_file(state::in(into, "tokens/list"), "a b c");
+                              }});
+  path = folder / "more";
+  for (const std::string name : {"config.json", "tokens/list"}) {
+    const auto good = testing::bytes_of(state::in(path, name));
+    for (std::size_t at = 0; at < good.size(); ++at) {
+      auto bad = good;
+      bad[at] = static_cast<char>(bad[at] ^ (1 << at % 8));
+      folder.write("more/" + name, bad);
+      expect_refused(name);
+    }
+    folder.write("more/" + name, good);
+  }
+  engine.load(path);
+}
+
 TEST_F(Damage, FilesThatAreCutMissingOrLinks) {
   const auto shard = state::in(path, "rank-00001.safetensors");
   const auto good = testing::bytes_of(shard);

@@ -72,6 +72,28 @@ const std::vector<Way> kWays{
     {2, 3, config::Reduce::automatic, 0, true, config::Offload::host, config::Offload::file}};
 constexpr int kSaved = 3, kEnd = 13;
 
+// The updates after a load are those of the run that was never stopped.
+void expect_further(const Way& from, const Way& to, const std::vector<test::Held>& rest,
+                    const std::vector<test::Held>& unbroken) {
+  for (const auto& rank : rest) {
+    EXPECT_EQ(test::first_difference(rank.masters, rest[0].masters), "");
+  }
+  const auto& want = unbroken[0].results;
+  ASSERT_EQ(rest[0].results.size(), static_cast<std::size_t>(kEnd - kSaved));
+  if (same_bits(from, to)) {
+    EXPECT_EQ(test::first_difference(rest[0].results, {want.begin() + kSaved, want.end()}), "");
+    EXPECT_EQ(test::first_difference(rest[0].parameters, unbroken[0].parameters), "");
+    EXPECT_EQ(test::first_difference(rest[0].masters, unbroken[0].masters), "");
+  } else {  // to rounding: of bf16 forwards, or of another order of sums alone
+    const double tolerance = from.low || to.low ? 2e-2 : 1e-6;
+    for (std::size_t i = 0; i < rest[0].results.size(); ++i) {
+      const double loss = want[i + kSaved].loss;
+      EXPECT_NEAR(rest[0].results[i].loss, loss, tolerance * loss);
+      EXPECT_EQ(rest[0].results[i].lr, want[i + kSaved].lr);
+    }
+  }
+}
+
 class Grid : public ::testing::TestWithParam<std::size_t> {};
 
 TEST_P(Grid, LoadsAnywhere) {
@@ -98,28 +120,42 @@ TEST_P(Grid, LoadsAnywhere) {
 
     const auto rest = test::run(
         {.ranks = to.ranks, .config = config_of(to), .load = save, .begin = kSaved, .end = kEnd});
-    for (const auto& rank : rest) {
-      EXPECT_EQ(test::first_difference(rank.masters, rest[0].masters), "");
-    }
-    const auto& want = unbroken[0].results;
-    ASSERT_EQ(rest[0].results.size(), static_cast<std::size_t>(kEnd - kSaved));
-    if (same_bits(from, to)) {
-      EXPECT_EQ(test::first_difference(rest[0].results, {want.begin() + kSaved, want.end()}), "");
-      EXPECT_EQ(test::first_difference(rest[0].parameters, unbroken[0].parameters), "");
-      EXPECT_EQ(test::first_difference(rest[0].masters, unbroken[0].masters), "");
-    } else {  // to rounding: of bf16 forwards, or of another order of sums alone
-      const double tolerance = from.low || to.low ? 2e-2 : 1e-6;
-      for (std::size_t i = 0; i < rest[0].results.size(); ++i) {
-        const double loss = want[i + kSaved].loss;
-        EXPECT_NEAR(rest[0].results[i].loss, loss, tolerance * loss);
-        EXPECT_EQ(rest[0].results[i].lr, want[i + kSaved].lr);
-      }
-    }
+    expect_further(from, to, rest, unbroken);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, Grid, ::testing::Range(std::size_t{0}, kWays.size()),
                          [](const auto& info) { return text_of(kWays[info.param]); });
+
+// Every stage and number of ranks to every other one: the further updates.
+class Stages : public ::testing::TestWithParam<std::tuple<int, int>> {};
+
+TEST_P(Stages, GoOnAtEveryOther) {
+  const Way from{std::get<0>(GetParam()), std::get<1>(GetParam())};
+  const TempFolder folder;
+  const auto save = folder / "first";
+  test::run({.ranks = from.ranks, .config = config_of(from), .save = save, .end = kSaved});
+  const auto unbroken = test::run({.ranks = from.ranks, .config = config_of(from), .end = kEnd});
+  int equal = 0;
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      const Way to{ranks, stage};
+      SCOPED_TRACE(text_of(from) + " to " + text_of(to));
+      const auto rest = test::run(
+          {.ranks = ranks, .config = config_of(to), .load = save, .begin = kSaved, .end = kEnd});
+      equal += same_bits(from, to) ? 1 : 0;
+      expect_further(from, to, rest, unbroken);
+    }
+  }
+  EXPECT_EQ(equal, from.ranks == 1 ? 4 : 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Stages,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4),
+                                            ::testing::Values(0, 1, 2, 3)),
+                         [](const auto& info) {
+                           return join("w", std::get<0>(info.param), "s", std::get<1>(info.param));
+                         });
 
 class Optimizers : public ::testing::TestWithParam<std::string> {};
 

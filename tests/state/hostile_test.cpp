@@ -1,8 +1,10 @@
 // Saves made to do harm: manifests and shards that say anything, under checksums that fit. They are
 // read, within their files, or refused with an Error.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -43,6 +45,29 @@ void read_all(const Saved& saved) {
   for (const auto& buffer : saved.manifest().buffers) saved.whole(kBuffer, buffer.name, 0);
 }
 
+// While it lives an allocation of many times what the files hold fails with an exception that is no
+// Error. Not beside AddressSanitizer, which needs address space of its own.
+class LittleMemory {
+ public:
+  LittleMemory() {
+#ifndef __SANITIZE_ADDRESS__
+    std::ifstream("/proc/self/statm") >> pages_;
+    ::getrlimit(RLIMIT_AS, &old_);
+    const rlimit lower{pages_ * 4096 + (std::uint64_t{128} << 20), old_.rlim_max};
+    ::setrlimit(RLIMIT_AS, &lower);
+#endif
+  }
+  ~LittleMemory() {
+#ifndef __SANITIZE_ADDRESS__
+    ::setrlimit(RLIMIT_AS, &old_);
+#endif
+  }
+
+ private:
+  std::uint64_t pages_ = 0;
+  rlimit old_{};
+};
+
 class Hostile : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -78,6 +103,7 @@ TEST_F(Hostile, ShardsSayAnything) {
   std::mt19937_64 random(5);
   const std::string signs = "{}[]\",:@.0123456789aemoruv ";
   int read = 0;
+  const LittleMemory little;
   const auto count = testing::rounds("POISE_FUZZ", 100'000) / 200;
   for (std::int64_t i = 0; i < count; ++i) {
     auto bytes = shard;
@@ -117,6 +143,7 @@ TEST_F(Hostile, ManifestsSayAnything) {
                                  "."};
   std::mt19937_64 random(6);
   int read = 0;
+  const LittleMemory little;
   const auto count = testing::rounds("POISE_FUZZ", 100'000) / 200;
   for (std::int64_t i = 0; i < count; ++i) {
     auto changed = manifest;
