@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import poise
@@ -131,6 +133,30 @@ def test_extra_files_come_from_python(tmp_path: Path) -> None:
         engine.save(tmp_path, extra=fails)
     assert poise._C.list_saves(str(tmp_path)) == [str(path)]
     assert poise._C.find_save(str(tmp_path)) == str(path)
+
+
+def test_a_transformers_folder_loads_into_a_cpp_module(tmp_path: Path) -> None:
+    """In parts and in bf16, by state_test, which puts there what it has loaded."""
+    transformers = pytest.importorskip("transformers")
+    program = Path(poise.__file__).absolute().parents[2] / "tests" / "state" / "state_test"
+    if not program.exists():
+        pytest.skip(f"no {program}: only a build with its tests has one")
+    config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=99, n_positions=16)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("model-0*.safetensors"))) > 2
+    subprocess.run(
+        [program, "--gtest_filter=ModelFiles.MayBeATransformersFolder"], check=True, timeout=120,
+        env={**os.environ, "POISE_TRANSFORMERS_MODEL": str(tmp_path)},
+    )  # fmt: skip
+    want = {name: value.float() for name, value in model.transformer.h[1].named_parameters()}
+    with (tmp_path / "loaded").open("rb") as file:
+        while line := file.readline().split():
+            name, size = line[0].decode(), int(line[1])
+            values = torch.frombuffer(bytearray(file.read(size)), dtype=torch.float32)
+            assert torch.equal(values, want.pop(name).detach().flatten()), name
+    assert not want
 
 
 def torch_adamw(model: nn.Module) -> torch.optim.AdamW:

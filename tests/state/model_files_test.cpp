@@ -3,7 +3,10 @@
 
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
+#include <torch/nn/module.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <fstream>
 
 #include "poise/state.h"
@@ -64,6 +67,53 @@ TEST(ModelFiles, ComeInParts) {
               load_model({{{"w", mine}}, {}, {}}, folder.path());
             }).find("no file beside it"),
             std::string::npos);
+}
+
+// What GPT-2's blocks are made of.
+struct Projection : torch::nn::Module {
+  Projection(std::int64_t in, std::int64_t out) {
+    register_parameter("weight", at::zeros({in, out}, at::kFloat));
+    register_parameter("bias", at::zeros({out}, at::kFloat));
+  }
+};
+
+struct Norm : torch::nn::Module {
+  explicit Norm(std::int64_t width) {
+    register_parameter("weight", at::zeros({width}, at::kFloat));
+    register_parameter("bias", at::zeros({width}, at::kFloat));
+  }
+};
+
+struct Gpt2Block : torch::nn::Module {
+  explicit Gpt2Block(std::int64_t width) {
+    const auto part = [&](const char* name, const char* first, std::int64_t out, std::int64_t in) {
+      auto made = register_module(name, std::make_shared<torch::nn::Module>());
+      made->register_module(first, std::make_shared<Projection>(width, out));
+      made->register_module("c_proj", std::make_shared<Projection>(in, width));
+    };
+    register_module("ln_1", std::make_shared<Norm>(width));
+    part("attn", "c_attn", 3 * width, width);
+    register_module("ln_2", std::make_shared<Norm>(width));
+    part("mlp", "c_fc", 4 * width, 4 * width);
+  }
+};
+
+// A folder that transformers wrote, by python/tests/test_state.py, which compares what is put
+// there.
+TEST(ModelFiles, MayBeATransformersFolder) {
+  const char* folder = std::getenv("POISE_TRANSFORMERS_MODEL");
+  if (folder == nullptr) GTEST_SKIP() << "run by python/tests/test_state.py";
+  const Gpt2Block block(16);
+  const auto unused = load_model(view(block), folder,
+                                 [](const std::string& name) { return "transformer.h.1." + name; });
+  EXPECT_EQ(std::count(unused.begin(), unused.end(), "transformer.wte.weight"), 1);
+  std::ofstream out(in(folder, "loaded"), std::ios::binary);
+  for (const auto& item : block.named_parameters()) {
+    const auto& values = item.value();
+    out << item.key() << ' ' << values.nbytes() << '\n';
+    out.write(static_cast<const char*>(values.const_data_ptr()),
+              static_cast<std::streamsize>(values.nbytes()));
+  }
 }
 
 TEST(ModelFiles, AreTheExportOfASave) {
