@@ -171,6 +171,15 @@ def test_scripts_run_on_it_by_one_command(tmp_path: Path) -> None:
     assert said.stdout == "on Pretend GPU\n"
 
 
+def test_what_files_hold_of_a_gpu_passes_through_pinned_memory() -> None:
+    program = pretend_gpu.built() / "pretend_gpu_staged_test"
+    said = subprocess.run(
+        [program], env=pretend_gpu.environment_of_programs(), timeout=pretend_gpu.SECONDS,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert said.returncode == 0 and "[  PASSED  ] 2 tests." in said.stdout, said.stdout
+
+
 def test_slow_files_do_not_wait_for_each_other_s_lock() -> None:
     script = Path(__file__).parent / "pretend_gpu_slow_files.py"
     slow = pretend_gpu.environment() | {"POISE_STREAM_DELAY": "200000"}

@@ -22,12 +22,6 @@ def saves(tmp_path_factory):
     return rank_processes.run("format_on_ranks.py", "saves", folder, size=RANKS)[0]
 
 
-def test_the_checksum_is_that_of_its_specification():
-    known = {b"": "ef46db3751d8e999", b"a": "d24ec4f1a98c6e5b", b"abc": "44bc2cf5ad770999"}
-    for data, value in known.items():
-        assert plain_reader.hex16(plain_reader.xxh64(data)) == value
-
-
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_save_holds_what_the_page_says(saves, way):
     path, updates = saves[way]

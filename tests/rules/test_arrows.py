@@ -48,6 +48,8 @@ DOORS = {
     ("cli", "kernels/isa.h"),
     # How a kernel is told where to run; core makes one from torch's threads for all rooms.
     ("core", "kernels/launch.h"),
+    # Checksums of blocks and files, which state takes from offload; compiled for each instruction set.
+    ("offload", "kernels/digest.h"),
     # Text only; unknown keys name the nearest known one, as unknown parameters do.
     ("config", "src/core/nearest_name.h"),
 }

@@ -1,5 +1,6 @@
 // A training that is killed again and again while it saves, and resumed from what is there: after
 // every kill the latest save is the state of the run that was never stopped.
+// Every other one has its masters and moments in a file, so that kills meet its writing, too.
 // POISE_KILLS says how many kills; tests/state/kills.sh makes hundreds.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -31,8 +32,15 @@ struct Model {
   }
 };
 
-Config config_of(bool asynchronous) {
+// `away`: of a file that masters and moments lie in; empty: memory.
+Config config_of(bool asynchronous, const std::string& away = "") {
   auto config = test::adamw_config(2);
+  if (!away.empty()) {
+    config.offload.optimizer = config::Offload::file;
+    config.offload.directory = away;
+    config.offload.block_bytes = 4096;
+    config.offload.staging_bytes = 64 * 4096;
+  }
   config.state.asynchronous = asynchronous;
   config.comm.timeout_seconds = 60;
   return config;
@@ -53,7 +61,7 @@ std::string digest_of(Engine& engine) {
 // A fork of this one: it has no threads yet, and loading torch takes longer than saving.
 class Rank {
  public:
-  Rank(int rank, int size, int port, const std::string& saves, bool behind,
+  Rank(int rank, int size, int port, const std::string& saves, const Config& config,
        const std::string& ready) {
     pid_ = ::fork();
     if (pid_ != 0) return;
@@ -66,7 +74,7 @@ class Rank {
     // What a rank says of the other one's death is not what this is about.
     if (!std::freopen("/dev/null", "w", stderr)) ::_exit(1);
     try {
-      save_until_killed(saves, behind, ready);
+      save_until_killed(saves, config, ready);
     } catch (const std::exception& error) {  // the other rank was killed first
     }
     ::_exit(1);
@@ -83,9 +91,10 @@ class Rank {
   }
 
  private:
-  static void save_until_killed(const std::string& saves, bool behind, const std::string& ready) {
+  static void save_until_killed(const std::string& saves, const Config& config,
+                                const std::string& ready) {
     Model model;
-    Engine engine(model.view(), config_of(behind), comm::from_environment());
+    Engine engine(model.view(), config, comm::from_environment());
     const auto found = engine.group().all_gather_text(state::find(saves), "latest").front();
     if (!found.empty()) engine.load(found);
     std::ofstream(ready + std::to_string(engine.group().rank())) << "saving";
@@ -138,7 +147,7 @@ TEST_P(Kills, NeverLoseTheLatestSave) {
   const auto [ranks, behind] = GetParam();
   const auto kills = testing::rounds("POISE_KILLS", 40) / 4;
   const TempFolder folder;
-  const auto saves = folder / "saves";
+  const auto saves = folder / "saves", away = folder / "away";
   std::mt19937 random(static_cast<unsigned>(17 * ranks + (behind ? 1 : 0)));
 
   std::vector<std::pair<std::int64_t, std::string>> seen;  // after each kill
@@ -147,8 +156,9 @@ TEST_P(Kills, NeverLoseTheLatestSave) {
     const auto ready = folder / "ready" + std::to_string(kill) + ".";
     std::vector<std::unique_ptr<Rank>> processes;
     const int port = comm::free_port();
+    const auto config = config_of(behind, kill % 2 == 1 ? away : "");
     for (int rank = 0; rank < ranks; ++rank) {
-      processes.push_back(std::make_unique<Rank>(rank, ranks, port, saves, behind, ready));
+      processes.push_back(std::make_unique<Rank>(rank, ranks, port, saves, config, ready));
     }
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     for (int rank = 0; rank < ranks; ++rank) {
@@ -190,6 +200,9 @@ TEST_P(Kills, NeverLoseTheLatestSave) {
               static_cast<long long>(latest));
   std::fflush(stdout);
   EXPECT_GT(latest, 0);
+  if (kills > 1) {
+    EXPECT_TRUE(state::names_in(away).empty()) << "something is left of offloaded states";
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, Kills,
