@@ -54,6 +54,17 @@ def test_hooks_on_parameters_change_their_gradients(tmp_path_factory):
         assert first[str(stage)] == pytest.approx([3.0, 1.0], rel=1e-5)
 
 
+def test_a_region_of_n_recomputed_units_is_gathered_n_less_one_times_more(tmp_path_factory):
+    first, second = run(tmp_path_factory, "regions")[0]
+    assert first == second
+    for reentrant in (False, True):
+        plain = first[f"0, {reentrant}"]
+        assert plain == 2 * 6 + 1  # blocks before and after; what is in no block once
+        for size in (1, 2, 3, 6):
+            more = 6 // size * (size - 1)
+            assert first[f"{size}, {reentrant}"] == plain + more, (size, reentrant)
+
+
 def same_at_every_stage(seen):
     """Of both ranks; to the bit in a class of stages, near it over all."""
     first, second = seen

@@ -474,7 +474,45 @@ def changed(folder):
     return [frozen, message_of(lambda: engine.step([piece]))]
 
 
+class Regions(TinyForCausalLM):
+    """Six blocks, recomputed in regions of `size` of them; 0: not at all."""
+
+    def __init__(self, size, reentrant):
+        super().__init__(layers=6)
+        self.size, self.reentrant = size, reentrant
+
+    def logits(self, input_ids):
+        hidden = self.embedding(input_ids)
+        step = self.size or 1
+        for first in range(0, len(self.blocks), step):
+            region = nn.Sequential(*self.blocks[first : first + step])
+            if self.size:
+                hidden = checkpoint(region, hidden, use_reentrant=self.reentrant)
+            else:
+                hidden = region(hidden)
+        return self.head(hidden)
+
+
+def regions(folder):
+    """Gathers of parameters in a micro-batch, by what is recomputed, and how."""
+    seen = {}
+    for reentrant in (False, True):
+        for size in (0, 1, 2, 3, 6):
+            torch.manual_seed(4)
+            model = Regions(size, reentrant)
+            engine = poise.Engine(model, config_of(FP32, 3), units=[Block])
+            calls = []
+            for count in (1, 1, 3):
+                window = [batch(2, 8, seed=n) for n in range(count)]
+                engine.group.reset_traffic()
+                engine.step(window, lambda piece, m=model: (m(**piece), counted(piece)))
+                calls.append(engine.group.traffic()["all_gather"]["calls"])
+            seen[f"{size}, {reentrant}"] = (calls[2] - calls[1]) / 2  # the rest is the window's
+    return seen
+
+
 CASES = {
+    "regions": regions,
     "uses": uses,
     "late": late,
     "gradient_hooks": gradient_hooks,
