@@ -125,6 +125,9 @@ POISE_API std::shared_ptr<Group> from_process_group(c10::intrusive_ptr<c10d::Pro
                                                     c10::Device device, Options options = {});
 
 // What torchrun, Slurm or mpirun said of this process in the environment.
+// Of the NCCL that torch brought; empty in a build without CUDA.
+POISE_API std::string nccl_version();
+
 struct Place {
   int rank = 0;
   int size = 1;

@@ -1,11 +1,9 @@
 // The lines before the first update.
 #include "cli/banner.h"
 
-#include <ATen/ops/_fused_sdp_choice.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
+#include "cli/attention.h"
 #include "poise/memory.h"
 #include "poise/precision.h"
 
@@ -52,16 +50,10 @@ std::string types(const config::PrecisionPolicy& precision) {
               name(precision.dtype), autocast ? " (autocast)" : "");
 }
 
-// Which kernel torch takes for the attention of this run: asked with tensors of its shape.
 std::string attention(const Config& config, c10::Device device) {
-  const auto dtype = config.precision.dtype;
-  const auto q = at::empty({1, config.model.heads, config.model.sequence_length,
-                            config.model.width / config.model.heads},
-                           at::TensorOptions(precision::scalar_type(dtype)).device(device))
-                     .requires_grad_();
-  const char* names[] = {"math", "flash", "efficient", "cudnn"};
-  const auto choice = at::_fused_sdp_choice(q, q, q, {}, config.model.dropout, /*is_causal=*/true);
-  return choice >= 0 && choice < 4 ? names[choice] : std::to_string(choice);
+  const auto& model = config.model;
+  return attention_kernel({1, model.heads, model.sequence_length, model.width / model.heads},
+                          precision::scalar_type(config.precision.dtype), device, model.dropout);
 }
 
 std::string length(const Config& config, const data::ByteCorpus& corpus, int ranks) {

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <thread>
 
+#include "cli/attention.h"
 #include "cli/measure.h"
 #include "cli/stage_check.h"
 #include "kernels/isa.h"
@@ -51,6 +52,30 @@ void versions(std::ostream& out) {
   line(out, "io_uring",
        join(uring, uring == "works" ? "; offload to files goes by it"
                                     : "; offload to files goes by threads, which is slower"));
+}
+
+std::string cudnn() {
+  if (!at::hasCUDA() || !at::Context::hasCuDNN()) return "none; only GPUs have a use for it";
+  const auto version = at::Context::versionRuntimeCuDNN();
+  return join(version / 10000, '.', version / 100 % 100, '.', version % 100);
+}
+
+// What others made that poise runs on.
+void back_ends(std::ostream& out, c10::Device device) {
+  std::string kernels;
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    kernels = join(kernels, kernels.empty() ? "" : ", ",
+                   attention_kernel({1, 8, 128, 64}, dtype, device), " in ",
+                   dtype == at::kFloat      ? "fp32"
+                   : dtype == at::kBFloat16 ? "bf16"
+                                            : "fp16");
+  }
+  line(out, "attention", join("torch's kernel is ", kernels));
+  line(out, "cuDNN", cudnn());
+  const auto nccl = comm::nccl_version();
+  line(out, "transports",
+       nccl.empty() ? std::string("gloo between CPUs; no NCCL, as this build is without CUDA")
+                    : join("gloo between CPUs, NCCL ", nccl, " between GPUs"));
 }
 
 void first_gpu(std::ostream& out) {
@@ -106,6 +131,7 @@ void doctor(std::ostream& out) {
   std::ostringstream nowhere;
   auto& text = group->rank() == 0 ? out : nowhere;
   versions(text);
+  back_ends(text, group->device());
   line(text, "memory",
        format("copies %.1f GB/s with 1 thread, %.1f GB/s with %d", copy_rate(1),
               copy_rate(at::get_num_threads()), at::get_num_threads()));

@@ -100,7 +100,8 @@ TEST(Run, DoctorSaysWhatIsHere) {
   EXPECT_EQ(outcome.code, 0);
   EXPECT_THAT(outcome.out,
               AllOf(HasSubstr("torch 2."), HasSubstr("kernels"), HasSubstr("CUDA"),
-                    HasSubstr("threads"), HasSubstr("GB/s"),
+                    HasSubstr("threads"), HasSubstr("GB/s"), HasSubstr(" in fp32, "),
+                    HasSubstr("cuDNN"), HasSubstr("gloo"), HasSubstr("NCCL"), HasSubstr("io_uring"),
                     HasSubstr("stages 0 and 1 train to the same bits, 2 and 3 to the same")));
 }
 

@@ -2,17 +2,21 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
+#include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <sstream>
 
 #include "comm/make_backend.h"
+#include "poise/comm.h"
 #include "poise/error.h"
 
 namespace poise::comm {
 
 int nccl_devices() { return c10::cuda::device_count(); }
+
+std::string nccl_version() { return ::c10d::getNcclVersion(); }
 
 std::string nccl_device_id(int index) {
   cudaDeviceProp properties{};
