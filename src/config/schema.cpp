@@ -250,7 +250,7 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(offload.activation_min_bytes), byte_count(),
           "of a saved tensor that leaves the device"),
       key(POISE_FIELD(offload.directory), text(),
-          "folder of files, on a fast disk of this machine"),
+          "folder of files, on a fast disk of this machine; ranks may differ in it"),
       key(POISE_FIELD(offload.io),
           enumeration<OffloadIo>({{"auto", OffloadIo::automatic},
                                   {"io_uring", OffloadIo::io_uring},

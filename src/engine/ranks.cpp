@@ -62,7 +62,9 @@ std::string description(const ModelView& model, const ParamTable& table, const C
     text << "buffer '" << name << "' of shape " << tensor.sizes() << ' ' << tensor.scalar_type()
          << '\n';
   }
-  text << config.to_json();
+  auto same = config;
+  same.offload.directory.clear();  // machines may have their disks in different places
+  text << same.to_json();
   return text.str();
 }
 

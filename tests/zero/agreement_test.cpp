@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "support/temp_folder.h"
 #include "zero/training.h"
 
 namespace poise {
@@ -30,6 +31,24 @@ TEST(Agreement, DifferentSettingsAreNamed) {
     Engine engine(model.view(), config, group);
   });
   for (const auto& error : errors) EXPECT_THAT(error, HasSubstr("\"lr\": 0.125"));
+}
+
+// Each machine has its disk where it has it.
+TEST(Agreement, FoldersOfFilesMayDiffer) {
+  const testing::TempFolder folders[2];
+  testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
+    GridModel model;
+    Config config;
+    config.zero.stage = 1;
+    config.offload.optimizer = config::Offload::file;
+    config.offload.directory = folders[group->rank()].path();
+    Engine engine(model.view(), config, group);
+    const auto result = engine.step(test::equal_windows(1)(0), [&](const at::Tensor& b) {
+      return Loss::sum(model.loss_sum(b), test::counted(b));
+    });
+    EXPECT_EQ(result.status, Status::applied);
+    EXPECT_GT(result.file_bytes, 0);
+  });
 }
 
 TEST(Agreement, RanksStartFromTheValuesAndBuffersOfRankZero) {
