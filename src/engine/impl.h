@@ -189,6 +189,7 @@ struct Engine::Impl {
   double clip_factor(double grad_norm) const;
   double unscale_factor(double tokens) const;
   void apply(double factor);
+  void apply_or_say_why_not(double factor);
   void refuse_half_an_update() const;
   void take_edited_gradients();
   std::vector<optim::GroupSettings> group_settings() const;

@@ -13,6 +13,7 @@
 #include "engine/impl.h"
 #include "engine/whole_sums.h"
 #include "poise/log.h"
+#include "poise/out_of_memory.h"
 
 namespace poise {
 
@@ -300,6 +301,22 @@ void Engine::Impl::apply(double factor) {
   for (const auto& gather : gathers) gather.wait();
 }
 
+// All ranks have agreed on the update by now: none can follow the others past a part that it has no
+// memory for.
+void Engine::Impl::apply_or_say_why_not(double factor) {
+  try {
+    apply(factor);
+  } catch (...) {
+    const auto reason = std::current_exception();
+    if (!is_out_of_memory(reason)) throw;
+    throw_out_of_memory(join(
+        "[engine] rank ", group->rank(), " ran out of memory in the optimizer's part of update ",
+        updates + 1, ": ", engine::message_of(reason),
+        "; set offload.optimizer or a higher zero.stage, or leave more room with a smaller "
+        "batch.micro_batch_size, and go on from a saved state"));
+  }
+}
+
 // What an update changed before it failed cannot be taken back.
 void Engine::Impl::refuse_half_an_update() const {
   if (half_an_update.empty()) return;
@@ -351,7 +368,7 @@ StepResult Engine::Impl::close_window() {
     if (sums.status == Status::applied) {
       const double clip = clip_factor(sums.grad_norm);
       result.clipped_norm = sums.grad_norm * clip;
-      apply(factor_of(clip));  // stops 9 and 10
+      apply_or_say_why_not(factor_of(clip));  // stops 9 and 10
       ++updates;
     } else {
       ++skipped;

@@ -304,7 +304,11 @@ TEST(OutOfMemoryInTheUpdate, EndsAllRanksWithTheReason) {
                                },
                                {.timeout = std::chrono::seconds(30)});
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15));
-  for (const auto& error : errors) EXPECT_THAT(error, HasSubstr("CPU out of memory"));
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, HasSubstr("rank 1 ran out of memory in the optimizer's part of update 2"));
+    EXPECT_THAT(error, HasSubstr("CPU out of memory"));
+    EXPECT_THAT(error, HasSubstr("set offload.optimizer or a higher zero.stage"));
+  }
 }
 
 // Kept for the window, sent in bf16, without overlap: other sequences of collectives.
