@@ -41,6 +41,12 @@ struct Traffic {
 
 struct Options {
   std::chrono::milliseconds timeout{1800 * 1000};  // a wait for peers ends here with an Error
+  // What errors call each rank, where the group is a part of a world: its number there. Empty: as
+  // it is.
+  std::vector<int> names = {};
+  // A process group of torch's that was made for this one: it ends with it, once all ranks have
+  // come to their end. Gloo's needs no end.
+  bool owns_process_group = false;
 };
 
 class Backend;
@@ -119,15 +125,15 @@ POISE_API std::shared_ptr<Group> one_rank(c10::Device device = c10::Device(c10::
 // Ranks are threads of this process: one handle for each. The oracle of the other kinds.
 POISE_API std::vector<std::shared_ptr<Group>> threads(int size, Options options = {});
 
+// Of the NCCL that torch brought; empty in a build without CUDA.
+POISE_API std::string nccl_version();
+
 // Around a process group of torch's. `device`: where its tensors live. Throws Error where the
 // group's backend cannot carry tensors of that device.
 POISE_API std::shared_ptr<Group> from_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                     c10::Device device, Options options = {});
 
 // What torchrun, Slurm or mpirun said of this process in the environment.
-// Of the NCCL that torch brought; empty in a build without CUDA.
-POISE_API std::string nccl_version();
-
 struct Place {
   int rank = 0;
   int size = 1;

@@ -850,6 +850,8 @@ def from_process_group(
     group: torch.distributed.distributed_c10d.ProcessGroup,
     device: torch.device,
     timeout: typing.SupportsFloat,
+    names: collections.abc.Sequence[typing.SupportsInt] = [],
+    owned: bool = False,
 ) -> Group:
     """
     Around a process group of torch.distributed.

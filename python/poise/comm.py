@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +53,17 @@ def from_process_group(
     group: ProcessGroup,
     device: torch.device | str = "cpu",
     timeout: float = _HALF_AN_HOUR,
+    names: Sequence[int] = (),
+    owned: bool = False,
 ) -> Group:
     """Around a process group of torch.distributed: gloo for the CPU, NCCL for a GPU.
 
     timeout: seconds that a rank waits for its peers, which may be slow but alive. One that died
     or failed is noticed within 15 seconds whatever the timeout.
+    names: what errors call its ranks, where it is a part of a world; none: as they are numbered here.
+    owned: an NCCL group ends with this one, on exit: nobody else calls destroy_process_group().
     """
-    return _C.from_process_group(group, torch.device(device), timeout)
+    return _C.from_process_group(group, torch.device(device), timeout, list(names), owned)
 
 
 def from_environment(timeout: float = _HALF_AN_HOUR) -> Group:
@@ -88,7 +93,13 @@ _of_process_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Group]] = 
 atexit.register(_of_process_groups.clear)  # they wait for each other: while all still runs
 
 
-def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_HOUR) -> Group:
+def group_for(
+    given: Any,
+    device: torch.device | str,
+    timeout: float = _HALF_AN_HOUR,
+    names: Sequence[int] = (),
+    owned: bool = False,
+) -> Group:
     """The group an engine takes: a Group as it is, a process group of torch.distributed wrapped, and
     for None the default process group where there is one, else one rank."""
     if isinstance(given, Group):
@@ -102,7 +113,7 @@ def group_for(given: Any, device: torch.device | str, timeout: float = _HALF_AN_
     of_devices = _of_process_groups.setdefault(given, {})
     kind = torch.device(device).type
     if kind not in of_devices:
-        of_devices[kind] = from_process_group(given, device, timeout)
+        of_devices[kind] = from_process_group(given, device, timeout, names, owned)
     return of_devices[kind]
 
 
@@ -143,18 +154,29 @@ def hybrid(
     of_sizes = _divided.setdefault(whole, {})
     if shard_size not in of_sizes:
         of_sizes[shard_size] = _divide(whole, shard_size)
-    shard, replica = (group_for(one, device, timeout) for one in of_sizes[shard_size])
+    shard, replica = (
+        group_for(one, device, timeout, names, owned=True)
+        for one, names in zip(of_sizes[shard_size], _parts(whole, shard_size), strict=True)
+    )
     return Ranks(group_for(whole, device, timeout), shard, replica)
 
 
 def _divide(whole: ProcessGroup, shard_size: int) -> tuple[ProcessGroup, ProcessGroup]:
     known = dist.get_process_group_ranks(whole)
-    place, size = whole.rank(), whole.size()
     # Those who are not in a group need not make it: ranks outside of `whole` know nothing of this.
-    first = place // shard_size * shard_size
-    mine = [known[first : first + shard_size], known[place % shard_size : size : shard_size]]
-    shard, replica = (dist.new_group(ranks, use_local_synchronization=True) for ranks in mine)
+    shard, replica = (
+        dist.new_group([known[rank] for rank in part], use_local_synchronization=True)
+        for part in _parts(whole, shard_size)
+    )
     return shard, replica
+
+
+def _parts(whole: ProcessGroup, shard_size: int) -> tuple[range, range]:
+    """Ranks of `whole` in this one's shard group, and its equals in the others."""
+    first = whole.rank() // shard_size * shard_size
+    return range(first, first + shard_size), range(
+        whole.rank() % shard_size, whole.size(), shard_size
+    )
 
 
 def ranks_for(

@@ -45,9 +45,13 @@ comm::Options options_of(double timeout) {
 }
 
 GroupPtr from_process_group(c10::intrusive_ptr<::c10d::ProcessGroup> group,
-                            const c10::Device& device, double timeout) {
+                            const c10::Device& device, double timeout, std::vector<int> names,
+                            bool owned) {
+  auto options = options_of(timeout);
+  options.names = std::move(names);
+  options.owns_process_group = owned;
   return dropped_without_gil(
-      comm::from_process_group(std::move(group), device, options_of(timeout)));
+      comm::from_process_group(std::move(group), device, std::move(options)));
 }
 
 GroupPtr from_environment(double timeout) {
@@ -130,7 +134,8 @@ void bind_comm(py::module_& module) {
 
   module.def("one_rank", &comm::one_rank, py::arg("device"), "A group of this process alone.");
   module.def("from_process_group", &from_process_group, py::arg("group"), py::arg("device"),
-             py::arg("timeout"), WithoutGil(), "Around a process group of torch.distributed.");
+             py::arg("timeout"), py::arg("names") = std::vector<int>(), py::arg("owned") = false,
+             WithoutGil(), "Around a process group of torch.distributed.");
   module.def("from_environment", &from_environment, py::arg("timeout"), WithoutGil(),
              "The group that torchrun, Slurm or mpirun started this process for.");
   module.def("ranks_from_environment", &ranks_from_environment, py::arg("shard_size"),

@@ -99,7 +99,15 @@ def faces(folder):
     return value
 
 
-CASES = {"settings": settings, "faces": faces}
+def lost(folder):
+    """What rank 2 hears of the end of rank 3, its partner."""
+    shard = poise.comm.hybrid(2).shard
+    if dist.get_rank() == 3:
+        shard.abort("no more tokens")
+    return message_of(lambda: shard.barrier("end")) if dist.get_rank() == 2 else ""
+
+
+CASES = {"settings": settings, "faces": faces, "lost": lost}
 
 
 if __name__ == "__main__":

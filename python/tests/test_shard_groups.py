@@ -49,6 +49,11 @@ def test_groups_that_cannot_be_made_are_errors(four):
         assert "zero.shard_group_size is 1, but of the 4 ranks given 2 shard" in of_rank["other"]
 
 
+def test_ranks_of_a_group_are_called_by_their_numbers_in_the_world(tmp_path):
+    said = rank_processes.run("groups_on_ranks.py", "lost", tmp_path, size=4)[2]
+    assert said.startswith("[comm] rank 3 ") and "ended the group: no more tokens" in said
+
+
 def test_faces_divide_ranks(tmp_path):
     first, second = rank_processes.run("groups_on_ranks.py", "faces", tmp_path)
     for seen in (first, second):

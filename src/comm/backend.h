@@ -9,8 +9,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "comm/notes.h"
+#include "comm/numbers.h"
 #include "poise/comm.h"
 
 namespace poise::comm {
@@ -22,6 +24,7 @@ struct Call {
   std::int64_t bytes = 0;  // of the larger of its tensors
   c10::ScalarType dtype = c10::ScalarType::Byte;
   int root = 0;             // broadcast
+  int root_name = 0;        // what errors call it
   std::int64_t number = 0;  // collectives of this group before it
 
   bool operator==(const Call&) const = default;
@@ -34,8 +37,10 @@ std::string differing(int rank_a, const std::string& a, int rank_b, const std::s
 
 class Backend {
  public:
+  explicit Backend(Numbers numbers = {}) : numbers_(std::move(numbers)) {}
   virtual ~Backend() = default;
   virtual std::string name() const = 0;
+  int called(int rank) const { return numbers_.of(rank); }  // in errors
 
   virtual void all_gather(const Call&, const at::Tensor& whole, const at::Tensor& mine) = 0;
   virtual void reduce_scatter(const Call&, const at::Tensor& mine, const at::Tensor& whole) = 0;
@@ -59,6 +64,7 @@ class Backend {
   virtual void check() const = 0;  // throws the failure, if there is one
 
  private:
+  const Numbers numbers_;
   Notes own_;
 };
 

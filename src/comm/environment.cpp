@@ -6,17 +6,17 @@
 #include <memory>
 
 #include "comm/backend.h"
+#include "comm/beat.h"
 #include "comm/launch.h"
 #include "comm/make_backend.h"
 #include "comm/process_group.h"
 #include "comm/rendezvous.h"
 #include "poise/error.h"
+#include "poise/interrupt.h"
 #include "poise/log.h"
 
 namespace poise::comm {
 namespace {
-
-constexpr std::chrono::seconds kLinger{10};
 
 // The GPU of this rank. Some launchers show each rank its own alone (Slurm's --gpus-per-task).
 std::optional<int> gpu_of(const Launch& launch) {
@@ -46,7 +46,8 @@ bool all_have_their_own(std::vector<std::string> gpus, const Launch& launch) {
        " while the ranks met: ", c10d_calls::message_of(error), "; look at the output of rank 0");
 }
 
-// Says to all which GPU this rank has; hands back what all said.
+// Says to all which process this rank is and which GPU it has, in two lines; hands back what all
+// said.
 std::vector<std::string> meet_all(const Launch& launch, std::chrono::milliseconds timeout,
                                   c10d_calls::StorePtr& store) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
@@ -54,7 +55,8 @@ std::vector<std::string> meet_all(const Launch& launch, std::chrono::millisecond
   for (;;) {
     try {
       store = meet(launch, timeout);
-      return roll_call(*store, launch, gpu ? nccl_device_id(*gpu) : kNone, timeout);
+      const auto mine = join(own_name(), '\n', gpu ? nccl_device_id(*gpu) : kNone);
+      return roll_call(*store, launch, mine, timeout);
     } catch (const c10::Error& error) {
       // A store that closes may be that of rank 0's group before this one: the next will open.
       if (launch.store_runs || std::chrono::steady_clock::now() > deadline) {
@@ -79,38 +81,96 @@ namespace {
 struct Met {
   Launch launch;
   c10d_calls::StorePtr store;
-  bool on_gpus = false;  // NCCL only where all have a GPU: the ranks must agree
+  std::vector<std::string> names;  // host and pid of each
+  bool on_gpus = false;            // NCCL only where all have a GPU: the ranks must agree
 };
 
 Met meet_peers(const Launch& launch, std::chrono::milliseconds timeout) {
-  Met met{launch, {}, false};
-  met.on_gpus = all_have_their_own(meet_all(launch, timeout, met.store), launch);
+  Met met{launch, {}, {}, false};
+  std::vector<std::string> gpus;
+  for (const auto& said : meet_all(launch, timeout, met.store)) {
+    const auto end = said.find('\n');
+    met.names.push_back(said.substr(0, end));
+    gpus.push_back(said.substr(end + 1));
+  }
+  met.on_gpus = all_have_their_own(std::move(gpus), launch);
   return met;
 }
 
-// The group of those that share the store's part `name`, as rank `rank` of `size`.
-std::shared_ptr<Group> make_group(const Met& met, const std::string& name, int rank, int size,
-                                  Options options) {
+// All of them, or a part, for which ranks are named by their numbers among all.
+struct Part {
+  std::string name;  // of its part of the store
+  int rank = 0;
+  std::vector<int> ranks;
+};
+
+// The whole, and where they shard in blocks this rank's block and its equals in the other ones.
+std::vector<Part> parts_of(const Launch& launch, int shard_size) {
+  const auto every = [](int first, int step, int count) {
+    std::vector<int> ranks;
+    for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
+    return ranks;
+  };
+  const Part whole{"", launch.rank, every(0, 1, launch.size)};
+  if (shard_size == 0 || shard_size == launch.size) return {whole};
+  const int block = launch.rank / shard_size, place = launch.rank % shard_size;
+  return {whole,
+          {join("shard/", block), place, every(block * shard_size, 1, shard_size)},
+          {join("replica/", place), block, every(place, shard_size, launch.size / shard_size)}};
+}
+
+// A part's members, but for the backend.
+struct Members {
   Peers peers;
-  peers.rank = rank;
-  peers.size = size;
+  Seat seat;
+};
+
+Members seat_of(const Met& met, const Part& part) {
+  Members members;
+  auto& peers = members.peers;
+  peers.rank = part.rank;
+  peers.size = static_cast<int>(part.ranks.size());
   if (met.on_gpus) {
     peers.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(*gpu_of(met.launch)));
   }
-  if (size == 1) return one_rank(peers.device);
+  if (peers.size == 1) return members;
   peers.owns_backend = true;
+  peers.numbers = Numbers(part.ranks, peers.size);
+  for (const int rank : part.ranks) {
+    peers.names.push_back(met.names[static_cast<std::size_t>(rank)]);
+  }
   peers.store = met.store;
-  if (!name.empty()) peers.store = c10::make_intrusive<::c10d::PrefixStore>(name, met.store);
-  try {
-    peers.backend =
-        met.on_gpus ? make_nccl(peers.store, rank, size, peers.device, options.timeout)
-                    : make_gloo(peers.store, rank, size, own_address(met.launch), options.timeout);
-  } catch (const c10::Error& error) {
-    lost_store(met.launch, error);
+  if (!part.name.empty()) {
+    peers.store = c10::make_intrusive<::c10d::PrefixStore>(part.name, met.store);
   }
   WatchSettings settings;
   if (met.on_gpus || (met.launch.rank == 0 && !met.launch.store_runs)) settings.linger = kLinger;
-  return group_of(peers, options, settings);
+  members.seat = take_seat(peers, settings);
+  return members;
+}
+
+c10d_calls::BackendPtr make_backend(const Met& met, const Peers& peers, Watch& watch,
+                                    std::chrono::milliseconds timeout) {
+  const auto check = [&] {
+    check_interrupt();
+    watch.check();
+  };
+  try {
+    if (met.on_gpus) return make_nccl(peers.store, peers.rank, peers.size, peers.device, timeout);
+    return make_gloo(peers.store, peers.rank, peers.size, own_address(met.launch), timeout, check);
+  } catch (const c10::Error& error) {
+    lost_store(met.launch, error);
+  } catch (const Error& error) {  // the others would wait for this rank
+    watch.publish(join("[comm] ", watch.name_of(peers.rank), " ended the group: ", error.what()));
+    throw;
+  }
+}
+
+std::shared_ptr<Group> make_group(const Met& met, Members members, const Options& options) {
+  auto& [peers, seat] = members;
+  if (peers.size == 1) return one_rank(peers.device);
+  peers.backend = make_backend(met, peers, *seat.watch, options.timeout);
+  return group_of(peers, std::move(seat), options);
 }
 
 std::shared_ptr<Group> alone(const std::optional<Launch>& launch) {
@@ -135,12 +195,12 @@ Ranks ranks_from_environment(int shard_size, Options options) {
   }
   if (size == 1) return {alone(launch), {}, {}};
   const auto met = meet_peers(*launch, options.timeout);
-  Ranks ranks{make_group(met, "", launch->rank, size, options), {}, {}};
-  if (shard_size == 0 || shard_size == size) return ranks;
-  const int block = launch->rank / shard_size, place = launch->rank % shard_size;
-  ranks.shard = make_group(met, join("shard/", block), place, shard_size, options);
-  ranks.replica = make_group(met, join("replica/", place), block, size / shard_size, options);
-  return ranks;
+  std::vector<Members> members;
+  for (const auto& part : parts_of(*launch, shard_size)) members.push_back(seat_of(met, part));
+  std::vector<std::shared_ptr<Group>> groups;
+  for (auto& part : members) groups.push_back(make_group(met, std::move(part), options));
+  groups.resize(3);
+  return {groups[0], groups[1], groups[2]};
 }
 
 }  // namespace poise::comm

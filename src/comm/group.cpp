@@ -41,7 +41,7 @@ std::string describe(const Call& call) {
   const std::string subject =
       join("collective ", call.number, ", ", name_of(call.kind), " of '", call.what, "'");
   if (call.kind == Kind::barrier) return subject;
-  const std::string from = call.kind == Kind::broadcast ? join(" from rank ", call.root) : "";
+  const std::string from = call.kind == Kind::broadcast ? join(" from rank ", call.root_name) : "";
   return join(subject, from, " (", call.bytes, " bytes of ", c10::toString(call.dtype), ")");
 }
 
@@ -228,6 +228,7 @@ Event Group::broadcast(at::Tensor values, int root, std::string what) {
     fail("comm", "broadcast of '", call.what, "' from rank ", root, " in a group of ", my.size,
          "; ranks go from 0 to size - 1");
   }
+  call.root_name = my.backend->called(root);
   return my.submit(
       call, [&backend = *my.backend, values](const Call& c) { backend.broadcast(c, values); });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <string>
 
 #include "comm/c10d_calls.h"
@@ -9,9 +10,10 @@
 namespace poise::comm {
 
 // `address`: of this machine, where its peers find it. GLOO_SOCKET_IFNAME names an interface
-// instead.
-c10d_calls::BackendPtr make_gloo(const c10d_calls::StorePtr& store, int rank, int size,
-                                 const std::string& address, std::chrono::milliseconds timeout);
+// instead. `check` is called while it waits for peers, and ends that by what it throws.
+c10d_calls::BackendPtr make_gloo(
+    const c10d_calls::StorePtr& store, int rank, int size, const std::string& address,
+    std::chrono::milliseconds timeout, std::function<void()> check = [] {});
 
 // GPUs that NCCL may use here; 0 where this build or this machine has none.
 int nccl_devices();

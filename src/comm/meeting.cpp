@@ -4,13 +4,14 @@
 #include "comm/meeting.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "poise/error.h"
 
 namespace poise::comm {
 
-Meeting::Meeting(int size, std::chrono::milliseconds timeout)
-    : timeout_(timeout), seats_(static_cast<std::size_t>(size)) {}
+Meeting::Meeting(int size, std::chrono::milliseconds timeout, Numbers numbers)
+    : timeout_(timeout), numbers_(std::move(numbers)), seats_(static_cast<std::size_t>(size)) {}
 
 void Meeting::fail(const std::string& message) noexcept {
   const std::lock_guard lock(mutex_);
@@ -58,7 +59,7 @@ std::string Meeting::missing(std::int64_t phase) const {
   for (int rank = 0; rank < size(); ++rank) {
     const Seat& seat = seats_[static_cast<std::size_t>(rank)];
     if (seat.arrivals >= phase) continue;
-    text = join(text, text.empty() ? "" : ", ", "rank ", rank,
+    text = join(text, text.empty() ? "" : ", ", "rank ", numbers_.of(rank),
                 seat.arrivals == 0 ? " (has submitted nothing)"
                                    : join(" (last in ", describe(seat.call), ")"));
   }
@@ -81,11 +82,12 @@ void Meeting::arrive(Lock& lock, int rank) {
   if (all_here(phase) && (!entering || !failure_)) return;
   if (failure_) throw_failure(lock);
   if (in_time) {
-    fail_locked(join("[comm] rank ", *departed_before(phase), " left the group while rank ", rank,
-                     " was in ", describe(seat.call), "; all ranks must submit the same sequence"));
+    fail_locked(join("[comm] rank ", numbers_.of(*departed_before(phase)),
+                     " left the group while rank ", numbers_.of(rank), " was in ",
+                     describe(seat.call), "; all ranks must submit the same sequence"));
   } else {
-    fail_locked(join("[comm] rank ", rank, " waited ", timeout_.count() / 1000.0, " s in ",
-                     describe(seat.call), " for ", missing(phase),
+    fail_locked(join("[comm] rank ", numbers_.of(rank), " waited ", timeout_.count() / 1000.0,
+                     " s in ", describe(seat.call), " for ", missing(phase),
                      "; find what holds them up, or raise the timeout"));
   }
   throw_failure(lock);
@@ -96,7 +98,7 @@ void Meeting::compare() {
     const Call& first = seats_[0].call;
     const Call& other = seats_[static_cast<std::size_t>(rank)].call;
     if (other == first) continue;
-    fail_locked(differing(0, describe(first), rank, describe(other)));
+    fail_locked(differing(numbers_.of(0), describe(first), numbers_.of(rank), describe(other)));
     return;
   }
 }

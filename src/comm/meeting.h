@@ -15,8 +15,9 @@ namespace poise::comm {
 
 class Meeting {
  public:
-  Meeting(int size, std::chrono::milliseconds timeout);
+  Meeting(int size, std::chrono::milliseconds timeout, Numbers numbers = {});
 
+  const Numbers& numbers() const { return numbers_; }
   int size() const { return static_cast<int>(seats_.size()); }
   void fail(const std::string& message) noexcept;  // first one wins
   void depart(int rank) noexcept;                  // this rank will bring nothing more
@@ -62,6 +63,7 @@ class Meeting {
   void stop_reading(int rank);
 
   const std::chrono::milliseconds timeout_;
+  const Numbers numbers_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::vector<Seat> seats_;

@@ -42,20 +42,20 @@ std::uint64_t digest_of(const std::string& text) {
 
 class OnCpu final : public Backend {
  public:
-  OnCpu(const Peers& peers, int instance, Options options, WatchSettings settings)
-      : rank_(peers.rank),
+  OnCpu(const Peers& peers, Seat seat, Options options)
+      : Backend(peers.numbers),
+        rank_(peers.rank),
         size_(peers.size),
         options_(options),
-        tag_(kFirstTag + 2 * instance),
+        tag_(kFirstTag + 2 * seat.instance),
         messages_(peers.backend, options.timeout),
         records_(static_cast<std::size_t>(size_)),
         wire_(at::zeros({size_ * kRecordBytes}, at::kByte)),
         scratch_(at::empty({0}, at::kByte)),
-        notes_(peers.store),
-        near_(rank_, options.timeout) {
-    if (!peers.store) return;
-    watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
-                                     [this](const std::string& message) { end(message); });
+        notes_(seat.store),
+        near_(rank_, options.timeout),
+        watch_(std::move(seat.watch)) {
+    if (watch_) watch_->tell([this](const std::string& message) { end(message); });
   }
 
   std::string name() const override { return "gloo"; }
@@ -177,7 +177,7 @@ class OnCpu final : public Backend {
   void run(const Call& call, const at::Tensor& read, Work work) {
     if (in_child()) {
       fail("comm", describe(call), " in the child of a fork: the group is its parent's, rank ",
-           rank_, "; make a group in the child");
+           called(rank_), "; make a group in the child");
     }
     place_ = describe(call);
     if (watch_) watch_->enter(call);
@@ -279,7 +279,7 @@ class OnCpu final : public Backend {
     messages_.exchange(pieces(texts), copies(piece_of(texts, rank_, size_)), tag_);
     int other = 1;
     while (other < size_ - 1 && std::strcmp(text_of(other), text_of(0)) == 0) ++other;
-    give_up(differing(0, text_of(0), other, text_of(other)));
+    give_up(differing(called(0), text_of(0), called(other), text_of(other)));
   }
 
   [[noreturn]] void give_up(const std::string& message) {
@@ -309,17 +309,17 @@ class OnCpu final : public Backend {
     }
     const std::string peer = name_of(failure.peer);
     if (failure.timed_out) {
-      return join("[comm] rank ", rank_, " waited ", options_.timeout.count() / 1000.0, " s in ",
-                  place_, " for ", peer,
+      return join("[comm] rank ", called(rank_), " waited ", options_.timeout.count() / 1000.0,
+                  " s in ", place_, " for ", peer,
                   watch_ ? join(", which is ", watch_->place_of(failure.peer)) : "",
                   "; find what holds it up, or raise the timeout");
     }
-    return join("[comm] ", peer, " disappeared while rank ", rank_, " was in ", place_, ": ",
-                failure.what(), "; look at its own output");
+    return join("[comm] ", peer, " disappeared while rank ", called(rank_), " was in ", place_,
+                ": ", failure.what(), "; look at its own output");
   }
 
   std::string name_of(int rank) const {
-    return watch_ ? watch_->name_of(rank) : join("rank ", rank);
+    return watch_ ? watch_->name_of(rank) : join("rank ", called(rank));
   }
 
   void exchange(const std::vector<Message>& received, const std::vector<Message>& sent) {
@@ -426,9 +426,8 @@ class OnCpu final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> on_cpu(const Peers& peers, int instance, Options options,
-                                WatchSettings settings) {
-  return std::make_unique<OnCpu>(peers, instance, options, settings);
+std::unique_ptr<Backend> on_cpu(const Peers& peers, Seat seat, Options options) {
+  return std::make_unique<OnCpu>(peers, std::move(seat), std::move(options));
 }
 
 }  // namespace poise::comm

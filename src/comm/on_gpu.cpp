@@ -18,16 +18,16 @@ at::Tensor unversioned(const at::Tensor& flat) { return flat.variable_data(); }
 
 class OnGpu final : public Backend {
  public:
-  OnGpu(const Peers& peers, WatchSettings settings)
-      : rank_(peers.rank),
+  OnGpu(const Peers& peers, Seat seat)
+      : Backend(peers.numbers),
+        rank_(peers.rank),
         size_(peers.size),
         backend_(peers.backend),
         owns_backend_(peers.owns_backend),
         one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))),
-        notes_(peers.store) {
-    if (!peers.store) return;
-    watch_ = std::make_unique<Watch>(peers.store, rank_, size_, settings,
-                                     [this](const std::string& message) { end(message); });
+        notes_(seat.store),
+        watch_(std::move(seat.watch)) {
+    if (watch_) watch_->tell([this](const std::string& message) { end(message); });
   }
 
   // NCCL's end waits for the other ranks', which come to it only where all are here.
@@ -82,7 +82,7 @@ class OnGpu final : public Backend {
   std::optional<std::string> note(const std::string& key) override { return notes_.find(key); }
 
   void abort(const std::string& message) noexcept override {
-    const std::string who = watch_ ? watch_->name_of(rank_) : join("rank ", rank_);
+    const std::string who = watch_ ? watch_->name_of(rank_) : join("rank ", called(rank_));
     const std::string whole = join("[comm] ", who, " ended the group: ", message);
     if (watch_) watch_->publish(whole);
     end(whole);
@@ -125,8 +125,8 @@ class OnGpu final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> on_gpu(const Peers& peers, WatchSettings settings) {
-  return std::make_unique<OnGpu>(peers, settings);
+std::unique_ptr<Backend> on_gpu(const Peers& peers, Seat seat) {
+  return std::make_unique<OnGpu>(peers, std::move(seat));
 }
 
 }  // namespace poise::comm

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <utility>
+
 #include "comm/backend.h"
 #include "poise/error.h"
 
@@ -23,6 +25,28 @@ c10d_calls::StorePtr own_connection(const c10d_calls::StorePtr& store, const std
 
 }  // namespace
 
+Seat take_seat(const Peers& peers, WatchSettings settings) {
+  try {
+    Seat seat;
+    seat.instance = next_instance(peers);
+    seat.store = own_connection(peers.store, join("poise/group/", seat.instance));
+    if (!seat.store) return seat;
+    const Watched watched{peers.rank, peers.size, peers.numbers, peers.names};
+    seat.watch = std::make_unique<Watch>(seat.store, watched, settings);
+    return seat;
+  } catch (const c10::Error& error) {
+    fail("comm", "cannot reach the store of the group: ", c10d_calls::message_of(error),
+         "; is rank 0 still running?");
+  }
+}
+
+std::shared_ptr<Group> group_of(const Peers& peers, Seat seat, Options options) {
+  auto backend = peers.size == 1         ? alone(peers.backend->getBackendName())
+                 : peers.device.is_cpu() ? on_cpu(peers, std::move(seat), std::move(options))
+                                         : on_gpu(peers, std::move(seat));
+  return std::make_shared<Group>(std::move(backend), peers.rank, peers.size, peers.device);
+}
+
 std::shared_ptr<Group> group_of(const Peers& peers, Options options, WatchSettings settings) {
   const std::string name = peers.backend->getBackendName();
   const char* wanted = peers.device.is_cpu() ? "gloo" : "nccl";
@@ -30,28 +54,24 @@ std::shared_ptr<Group> group_of(const Peers& peers, Options options, WatchSettin
     fail("comm", "the process group carries tensors on ", peers.device.str(), " over ", name,
          "; poise needs ", wanted, " there");
   }
-  const auto wrapped = [&](std::unique_ptr<Backend> backend) {
-    return std::make_shared<Group>(std::move(backend), peers.rank, peers.size, peers.device);
-  };
-  if (peers.size == 1) return wrapped(alone(name));
-  try {
-    const int instance = next_instance(peers);
-    Peers own = peers;
-    own.store = own_connection(peers.store, join("poise/group/", instance));
-    return wrapped(peers.device.is_cpu() ? on_cpu(own, instance, options, settings)
-                                         : on_gpu(own, settings));
-  } catch (const c10::Error& error) {
-    fail("comm", "cannot reach the store of the group: ", c10d_calls::message_of(error),
-         "; is rank 0 still running?");
-  }
+  auto seat = peers.size > 1 ? take_seat(peers, settings) : Seat();
+  return group_of(peers, std::move(seat), std::move(options));
 }
 
 std::shared_ptr<Group> from_process_group(c10::intrusive_ptr<::c10d::ProcessGroup> group,
                                           c10::Device device, Options options) {
   if (!group) fail("comm", "no process group: null; call init_process_group first");
-  const Peers peers{c10d_calls::backend_for(*group, device), c10d_calls::store_of(*group),
-                    group->getRank(), group->getSize(), device};
-  return group_of(peers, options, {});
+  Peers peers{c10d_calls::backend_for(*group, device),
+              c10d_calls::store_of(*group),
+              group->getRank(),
+              group->getSize(),
+              Numbers(options.names, group->getSize()),
+              {},
+              device};
+  WatchSettings settings;
+  peers.owns_backend = options.owns_process_group;
+  if (peers.owns_backend && !device.is_cpu()) settings.linger = kLinger;
+  return group_of(peers, std::move(options), settings);
 }
 
 }  // namespace poise::comm

@@ -100,7 +100,7 @@ c10d_calls::StorePtr meet(const Launch& launch, milliseconds timeout) {
 std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
                                    const std::string& text, milliseconds timeout) {
   const auto key = [](int rank) { return join("roll/", rank); };
-  store.set(key(launch.rank), text);
+  store.set(key(launch.rank), join(launch.size, '\n', text));
   const auto deadline = Clock::now() + timeout;
   std::vector<std::string> texts;
   for (int rank = 0; rank < launch.size; ++rank) {
@@ -113,7 +113,16 @@ std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
       check_interrupt();
       std::this_thread::sleep_for(milliseconds(20));
     }
-    texts.push_back(store.get_to_str(key(rank)));
+    const auto said = store.get_to_str(key(rank));
+    const auto end = said.find('\n');
+    if (said.substr(0, end) != std::to_string(launch.size)) {
+      std::this_thread::sleep_for(
+          milliseconds(500));  // the others look, too, before the store ends
+      fail("comm", "rank ", rank, " was started as one of ", said.substr(0, end),
+           " ranks and rank ", launch.rank, " as one of ", launch.size,
+           "; start all with the same number of ranks");
+    }
+    texts.push_back(said.substr(end + 1));
   }
   return texts;
 }

@@ -15,7 +15,7 @@ namespace poise::comm {
 c10d_calls::StorePtr meet(const Launch& launch, std::chrono::milliseconds timeout);
 
 // Each rank's text, by rank, when all have come. Throws Error naming who is missing after
-// `timeout`.
+// `timeout`, or who was told of another number of ranks.
 std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
                                    const std::string& text, std::chrono::milliseconds timeout);
 

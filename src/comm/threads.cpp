@@ -25,7 +25,10 @@ void copy_from(const at::Tensor& target, const void* source) {
 class Threads final : public Backend {
  public:
   Threads(std::shared_ptr<Meeting> meeting, int rank)
-      : meeting_(std::move(meeting)), rank_(rank), size_(meeting_->size()) {}
+      : Backend(meeting->numbers()),
+        meeting_(std::move(meeting)),
+        rank_(rank),
+        size_(meeting_->size()) {}
   ~Threads() override { meeting_->depart(rank_); }
 
   std::string name() const override { return "threads"; }
@@ -101,7 +104,7 @@ class Threads final : public Backend {
   }
 
   void abort(const std::string& message) noexcept override {
-    meeting_->fail(join("[comm] rank ", rank_, " ended the group: ", message));
+    meeting_->fail(join("[comm] rank ", called(rank_), " ended the group: ", message));
   }
 
   void check() const override { meeting_->check(); }
@@ -133,7 +136,8 @@ class Threads final : public Backend {
 std::vector<std::shared_ptr<Group>> threads(int size, Options options) {
   if (size < 1) fail("comm", "a group of ", size, " ranks; ask for 1 or more");
   if (size == 1) return {std::make_shared<Group>(alone("threads"), 0, 1, c10::Device(c10::kCPU))};
-  const auto meeting = std::make_shared<Meeting>(size, options.timeout);
+  const auto meeting =
+      std::make_shared<Meeting>(size, options.timeout, Numbers(options.names, size));
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
     groups.push_back(std::make_shared<Group>(std::make_unique<Threads>(meeting, rank), rank, size,

@@ -28,14 +28,18 @@ std::string key_of(const char* kind, int rank) { return join(kind, '/', rank); }
 }  // namespace
 
 struct Watch::State {
-  State(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
-        std::function<void(const std::string&)> failed)
+  State(c10d_calls::StorePtr store, Watched watched, WatchSettings settings)
       : store(std::move(store)),
-        rank(rank),
-        size(size),
+        rank(watched.rank),
+        size(watched.size),
+        numbers(std::move(watched.numbers)),
         settings(settings),
-        failed(std::move(failed)),
-        names(static_cast<std::size_t>(size)) {}
+        all_have_come(!watched.names.empty()),
+        names(std::move(watched.names)) {
+    names.resize(static_cast<std::size_t>(size));
+    this->store->set(key_of("name", rank), own_name());
+    this->store->set(key_of("beat", rank), text_of(own));
+  }
 
   // Something the thread does with its connection on behalf of another.
   struct Job {
@@ -128,8 +132,8 @@ struct Watch::State {
   void look_at_next(const Beat& mine) {
     const int next = (rank + 1) % size;
     const auto text = look_up(key_of("beat", next));
-    if (!text) return;  // not there yet: slow to start, not gone
-    const Beat theirs = beat_of(*text);
+    if (!text && !all_have_come) return;  // not there yet: slow to start, not gone
+    const Beat theirs = text ? beat_of(*text) : Beat();
     const auto now = Clock::now();
     // A whole job that was stopped goes on together: time in which this rank slept does not count.
     const bool slept = now - last_look > settings.patience / 2;
@@ -141,7 +145,7 @@ struct Watch::State {
     if (theirs.left) {
       if (mine.entered > theirs.entered) {
         declare(join("[comm] ", named(next), " left the group after ", theirs.entered,
-                     " collectives while rank ", rank, " is in ", mine.place,
+                     " collectives while rank ", numbers.of(rank), " is in ", mine.place,
                      "; all ranks must submit the same sequence"));
       }
     } else if (now - last_seen > settings.patience) {
@@ -150,7 +154,7 @@ struct Watch::State {
                    theirs.entered == 0 ? "before any collective" : join("last in ", theirs.place),
                    "; look at its own output and at its machine's log"));
     } else if (mine.entered == theirs.entered && mine.place != theirs.place) {
-      declare(differing(rank, mine.place, next, theirs.place));
+      declare(differing(numbers.of(rank), mine.place, numbers.of(next), theirs.place));
     }
   }
 
@@ -166,13 +170,18 @@ struct Watch::State {
       failure = message;
     }
     const std::lock_guard lock(calling);
-    if (failed) failed(message);
+    call_once(message);
+  }
+
+  void call_once(const std::string& message) {
+    if (const auto call = std::exchange(failed, nullptr)) call(message);
   }
 
   std::string named(int other) const {
     const std::lock_guard lock(mutex);
     const std::string& name = names[static_cast<std::size_t>(other)];
-    return name.empty() ? join("rank ", other) : join("rank ", other, " (", name, ")");
+    const auto known = name.empty() ? "" : join(" (", name, ")");
+    return join("rank ", numbers.of(other), known);
   }
 
   // Tells the others that this rank needs nothing more, and gives them time to say the same: this
@@ -203,10 +212,12 @@ struct Watch::State {
   const c10d_calls::StorePtr store;
   const int rank;
   const int size;
+  const Numbers numbers;
   const WatchSettings settings;
+  const bool all_have_come;
 
   std::mutex calling;
-  std::function<void(const std::string&)> failed;  // null once its owner is gone
+  std::function<void(const std::string&)> failed;  // null: nobody to tell yet, or any more
 
   mutable std::mutex mutex;
   std::condition_variable changed;
@@ -230,7 +241,6 @@ struct Watch::State {
 void Watch::run(const std::shared_ptr<State>& state) {
   State& my = *state;
   try {
-    my.asking([&] { my.store->set(key_of("name", my.rank), own_name()); });
     auto next_round = Clock::now();
     std::unique_lock lock(my.mutex);
     while (!my.stopping) {
@@ -257,11 +267,25 @@ void Watch::run(const std::shared_ptr<State>& state) {
   my.changed.notify_all();
 }
 
-Watch::Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
-             std::function<void(const std::string&)> failed)
-    : state_(std::make_shared<State>(std::move(store), rank, size, settings, std::move(failed))),
+Watch::Watch(c10d_calls::StorePtr store, Watched watched, WatchSettings settings)
+    : state_(std::make_shared<State>(std::move(store), std::move(watched), settings)),
       thread_([state = state_] { run(state); }),
       answers_([state = state_] { state->wait_for_answers(); }) {}
+
+void Watch::tell(std::function<void(const std::string&)> failed) {
+  const std::lock_guard calling(state_->calling);
+  state_->failed = std::move(failed);
+  std::unique_lock lock(state_->mutex);
+  if (!state_->failure) return;
+  const auto message = *state_->failure;
+  lock.unlock();
+  state_->call_once(message);
+}
+
+void Watch::check() const {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->failure) throw Error(*state_->failure);
+}
 
 bool Watch::end() {
   if (!thread_.joinable()) return false;

@@ -21,6 +21,9 @@
 
 namespace poise::comm {
 
+// For ranks that need each other's end: see linger.
+inline constexpr std::chrono::seconds kLinger{10};
+
 struct WatchSettings {
   std::chrono::milliseconds period{1000};
   std::chrono::milliseconds patience{10 * 1000};  // without a beat: the rank is gone
@@ -28,15 +31,28 @@ struct WatchSettings {
   std::chrono::milliseconds linger{0};            // how long the end lets the others finish first
 };
 
+// Whom it watches.
+struct Watched {
+  int rank = 0;
+  int size = 1;
+  Numbers numbers = {};
+  // Host and pid of each, where all have come: who does not beat then is gone. Empty: who does not
+  // beat yet may be slow to start.
+  std::vector<std::string> names = {};
+};
+
 class Watch {
  public:
-  // `store` holds keys of this group alone. `failed` is called once, on the thread, with the
-  // group's failure.
-  Watch(c10d_calls::StorePtr store, int rank, int size, WatchSettings settings,
-        std::function<void(const std::string&)> failed);
+  // `store` holds keys of this group alone. This rank has beaten once when it returns.
+  Watch(c10d_calls::StorePtr store, Watched watched, WatchSettings settings);
   ~Watch() { end(); }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
+
+  // `failed` is called once with the group's failure, on the thread or, where there is one already,
+  // here.
+  void tell(std::function<void(const std::string&)> failed);
+  void check() const;  // throws the failure, if there is one
 
   // Says goodbye and ends the thread; whether all ranks have said it within `linger`.
   bool end();

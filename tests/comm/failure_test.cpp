@@ -145,6 +145,40 @@ TEST(Failure, ATimeoutNamesWhoIsMissing) {
   }
 }
 
+// The ranks of a part of a world are called by their numbers there.
+TEST(Failure, OfAPartNamesRanksOfTheWorld) {
+  const Options part{.timeout = 200ms, .names = {6, 9}};
+  const auto differ = errors_on_ranks(
+      2, [](Group& group) { group.broadcast(floats(2 + group.rank()), 1, "flat").wait(); }, part);
+  EXPECT_THAT(differ[0], AllOf(HasSubstr("rank 6 is in collective 0, broadcast of 'flat' from rank "
+                                         "9 (8 bytes"),
+                               HasSubstr("rank 9 is in collective 0")));
+  const auto ended = errors_on_ranks(
+      2,
+      [](Group& group) {
+        if (group.rank() == 1) throw std::runtime_error("no such token: 777");
+        group.barrier("end");
+      },
+      part);
+  EXPECT_THAT(ended[0], HasSubstr("rank 9 ended the group: no such token"));
+  const auto late = errors_on_ranks(
+      2,
+      [](Group& group) {
+        if (group.rank() == 0) group.barrier("end");
+        std::this_thread::sleep_for(1s);
+      },
+      part);
+  EXPECT_THAT(late[0], AllOf(HasSubstr("rank 6 waited 0.2 s"), HasSubstr("for rank 9 (has")));
+  const auto left = errors_on_ranks(
+      2,
+      [](Group& group) {
+        if (group.rank() == 0) group.barrier("end");
+      },
+      Options{.names = {6, 9}});
+  EXPECT_THAT(left[0], HasSubstr("rank 9 left the group while rank 6 was in"));
+  EXPECT_THROW(threads(3, part), Error) << "two names for three ranks";
+}
+
 TEST(Failure, ARankThatLeftIsNamedLongBeforeTheTimeout) {
   const Seconds seconds;
   const auto errors = errors_on_ranks(2, [](Group& group) {

@@ -175,6 +175,23 @@ TEST(Meeting, NamesAMissingRank) {
   EXPECT_THAT(second.output(), HasSubstr("rank 1 waited 1 s for rank 0 at 127.0.0.1:"));
 }
 
+TEST(Meeting, NamesRanksThatWereToldOfDifferentWorlds) {
+  Variables variables{{"RANK", "0"},
+                      {"WORLD_SIZE", "2"},
+                      {"MASTER_ADDR", "127.0.0.1"},
+                      {"MASTER_PORT", std::to_string(free_port())}};
+  Process first("DoesNotGetItsGroup", variables);
+  variables["RANK"] = "1";
+  variables["WORLD_SIZE"] = "3";
+  Process second("DoesNotGetItsGroup", variables);
+  EXPECT_TRUE(first.wait(20s) && first.ended_well()) << first.output();
+  EXPECT_TRUE(second.wait(20s) && second.ended_well()) << second.output();
+  EXPECT_THAT(first.output(),
+              HasSubstr("rank 1 was started as one of 3 ranks and rank 0 as one of 2"));
+  EXPECT_THAT(second.output(),
+              HasSubstr("rank 0 was started as one of 2 ranks and rank 1 as one of 3"));
+}
+
 TEST(Meeting, NamesAPortInUse) {
   const int taken = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

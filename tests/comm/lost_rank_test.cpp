@@ -2,6 +2,7 @@
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <iostream>
@@ -39,6 +40,22 @@ std::shared_ptr<Group> impatient_group(WatchSettings settings, Options options =
 }
 
 void say(const std::string& text) { std::cout << text << std::endl; }
+
+// Comes to the meeting, and no further.
+TEST(Rank, DISABLED_IsMetOnly) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  if (launch.rank == 1) {
+    const auto store = meet(launch, 30s);
+    roll_call(*store, launch, "host elsewhere, pid 17\ncpu", 30s);
+    _exit(0);
+  }
+  try {
+    from_environment();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
 
 // Works until something ends the group; prints what.
 void work_until_it_ends(Group& group) {
@@ -121,6 +138,25 @@ TEST(Rank, DISABLED_RunsAnotherOrder) {
   }
 }
 
+// Ranks 2 and 3 are 0 and 1 of their shard group.
+TEST(Rank, DISABLED_DiffersInItsShardGroup) {
+  const auto ranks = ranks_from_environment(2);
+  ranks.shard->barrier("start");
+  try {
+    if (ranks.all->rank() < 3) {
+      ranks.shard->all_gather(floats(20), floats(10), "blocks.0").wait();
+    } else {
+      ranks.shard->reduce_scatter(floats(10), floats(20), "blocks.1").wait();
+    }
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
+
+TEST(Rank, DISABLED_WorksInItsReplicaGroup) {
+  work_until_it_ends(*ranks_from_environment(2).replica);
+}
+
 TEST(Rank, DISABLED_LeavesEarly) {
   const auto group = impatient_group({.period = 50ms});
   group->barrier("start");
@@ -191,7 +227,23 @@ TEST(LostRank, KilledBeforeItDidAnythingIsNamedToo) {
   std::this_thread::sleep_for(500ms);
   ranks[1]->signal(SIGKILL);
   EXPECT_TRUE(ranks[0]->wait(20s));
-  EXPECT_THAT(ranks[0]->output(), HasSubstr("no sign of life for 1 s, before any collective; look"));
+  EXPECT_THAT(ranks[0]->output(),
+              HasSubstr("no sign of life for 1 s, before any collective; look"));
+}
+
+// Though nobody has a connection to it yet, and it has never beaten.
+TEST(LostRank, ThatCameToTheMeetingOnlyIsNamedWithinFifteenSeconds) {
+  const auto ranks = start_ranks("IsMetOnly", 3);
+  EXPECT_TRUE(ranks[1]->wait(30s));
+  const auto start = std::chrono::steady_clock::now();
+  for (const std::size_t rank : {0u, 2u}) {
+    EXPECT_TRUE(ranks[rank]->wait(30s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+    EXPECT_THAT(ranks[rank]->output(),
+                HasSubstr("rank 1 (host elsewhere, pid 17) disappeared: no sign of life for 10 s, "
+                          "before any collective"));
+  }
+  EXPECT_LT(seconds_since(start), 15);
 }
 
 // It holds the store, so that nobody answers.
@@ -249,6 +301,28 @@ TEST(Divergence, IsNamedByAllRanks) {
                                 "of Float)"),
                       HasSubstr("rank 1 is in collective 1, reduce_scatter of 'blocks.1'")));
   }
+}
+
+// As the world numbers them, whichever part of it they were in.
+TEST(Divergence, InAShardGroupIsNamedByTheRanksOfTheWorld) {
+  const auto ranks = start_ranks("DiffersInItsShardGroup", 4);
+  expect_all_well(ranks);
+  for (const std::size_t rank : {2u, 3u}) {
+    EXPECT_THAT(ranks[rank]->output(),
+                AllOf(HasSubstr("rank 2 is in collective 1, all_gather of 'blocks.0'"),
+                      HasSubstr("rank 3 is in collective 1, reduce_scatter of 'blocks.1'")));
+  }
+}
+
+TEST(LostRank, OfAReplicaGroupIsNamedByItsRankOfTheWorld) {
+  const auto ranks = start_ranks("WorksInItsReplicaGroup", 4);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  std::this_thread::sleep_for(1500ms);  // names are known after a beat
+  ranks[3]->signal(SIGKILL);
+  EXPECT_TRUE(ranks[1]->wait(30s));
+  EXPECT_THAT(ranks[1]->output(),
+              AllOf(ContainsRegex(join("rank 3 \\(host .*, pid ", ranks[3]->pid(), "\\)")),
+                    HasSubstr("while rank 1 was in")));
 }
 
 TEST(LeavingRank, IsNamed) {

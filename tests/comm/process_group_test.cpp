@@ -179,7 +179,7 @@ void on_counted_group(Body body) {
   const auto counting = c10::make_intrusive<Counting>(
       make_gloo(store, rank, size, "127.0.0.1", std::chrono::seconds(30)));
   {
-    const auto group = group_of({counting, store, rank, size}, {}, {});
+    const auto group = group_of({counting, store, rank, size}, Options{}, {});
     body(*group, *counting);
     group->barrier("end");
   }
