@@ -77,11 +77,12 @@ def join(where: torch.device, backend: str | None, timeout: float) -> Group:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     place = here()
-    if place.size > 1 and not dist.is_initialized():
+    ours = place.size > 1 and not dist.is_initialized()
+    if ours:
         _initialize(place, backend or ("nccl" if where.type == "cuda" else "gloo"), timeout)
         if where.type == "cuda":
             _refuse_a_shared_gpu(place, where)
-    return comm.group_for(None, where, timeout)
+    return comm.group_for(None, where, timeout, owned=ours)
 
 
 def _initialize(place: Here, backend: str, timeout: float) -> None:

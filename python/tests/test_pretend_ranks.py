@@ -111,6 +111,16 @@ def test_a_lost_rank_ends_the_others(how: str, tmp_path: Path) -> None:
     assert told[how] in said
 
 
+@pytest.mark.parametrize("ended", ["", "by the script"])
+def test_a_trainer_ends_the_group_that_it_made(ended: str, tmp_path: Path) -> None:
+    """Torch complains of an NCCL group that nobody ended; a script may still do it itself."""
+    script = Path(__file__).parent / "pretend_gpu_alone.py"
+    command = [sys.executable, str(script), str(tmp_path), ended]
+    for said in rank_processes.finish(rank_processes.start(command, launcher=with_one_gpu)):
+        assert "trained over nccl" in said
+        assert "destroy_process_group" not in said
+
+
 def test_poise_train_runs_on_it(tmp_path: Path) -> None:
     """In pure C++: the group of the environment, over NCCL, trains as one over gloo does."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import logging
 from typing import Any
@@ -71,6 +72,13 @@ def _alone(device: torch.device) -> None:
     do on one rank what they do on several."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_end_alone)
+
+
+def _end_alone() -> None:
+    """Of NCCL's, torch complains on exit where nobody did."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def device() -> torch.device:
