@@ -162,6 +162,25 @@ def test_a_killed_rank_is_named():
     assert "disappeared" in outputs[1]
 
 
+@pytest.mark.slow
+def test_a_rank_that_sleeps_for_a_minute_does_not_fall():
+    """Nor does one that holds Python's lock all the while: what beats needs none."""
+    begun = time.monotonic()
+    finish(
+        start(
+            _GROUP
+            + textwrap.dedent("""
+        import ctypes
+        group.barrier("start")
+        if rank == 1:
+            ctypes.PyDLL(None).sleep(60)
+        group.barrier("late")
+    """)
+        )
+    )
+    assert time.monotonic() - begun > 60
+
+
 def test_interrupt_ends_a_wait():
     ranks = start(
         _GROUP

@@ -144,16 +144,23 @@ std::string name_of(const ::testing::TestParamInfo<std::tuple<Case, int, int>>& 
   return join(c.precision, "_", c.optimizer, c.clip > 0 ? "_clip" : "", "_w", ranks, "_k", k);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Grid, Parity,
-    ::testing::Combine(::testing::Values(Case{"fp32", "adamw", 0.5}, Case{"fp32", "adamw", 0},
-                                         Case{"fp32", "sgd", 0.5}, Case{"fp32", "lion", 0.5},
-                                         Case{"fp32", "lamb", 0.5}, Case{"bf16m", "lamb", 0},
-                                         Case{"fp32", "lars", 0.5}, Case{"bf16", "adamw", 0.5},
-                                         Case{"bf16m", "adamw", 0.5}, Case{"bf16m", "sgd", 0},
-                                         Case{"fp16", "adamw", 0.5}, Case{"fp16m", "adamw", 0.5}),
-                       ::testing::Values(1, 2, 3, 4), ::testing::Values(1, 3, 4)),
-    name_of);
+// AdamW and SGD in every precision, clipped and not, and each of the other optimizers.
+std::vector<Case> cases() {
+  std::vector<Case> all{
+      {"fp32", "lion", 0.5}, {"fp32", "lamb", 0.5}, {"bf16m", "lamb", 0}, {"fp32", "lars", 0.5}};
+  for (const char* precision : {"fp32", "bf16", "bf16m", "fp16", "fp16m"}) {
+    for (const char* optimizer : {"adamw", "sgd"}) {
+      for (const double clip : {0.5, 0.0}) all.push_back({precision, optimizer, clip});
+    }
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Grid, Parity,
+                         ::testing::Combine(::testing::ValuesIn(cases()),
+                                            ::testing::Values(1, 2, 3, 4),
+                                            ::testing::Values(1, 3, 4)),
+                         name_of);
 
 }  // namespace
 }  // namespace poise
