@@ -57,6 +57,8 @@ struct POISE_API Loss {
 
 enum class Last { no, yes };
 
+// A trainable parameter whose requires_grad is false as a window opens is frozen for that window:
+// the update leaves it alone. The same on all ranks.
 // Thread rules: one thread drives an engine; backward may run on autograd's threads.
 class POISE_API Engine {
   struct Impl;
@@ -178,6 +180,9 @@ class POISE_API Engine {
   void set_moments(const std::string& name, const std::vector<at::Tensor>& values);
   // How many updates have been applied, for bias correction and schedule.
   void set_updates(std::int64_t updates);
+  // How many of them were not the parameter's, which was frozen (requires_grad) at that time.
+  std::int64_t missed_updates(const std::string& name) const;
+  void set_missed_updates(const std::string& name, std::int64_t updates);
   // The schedule of the updates to come, which counts those applied after the first `from`: a
   // second run of one engine begins its schedule anew, and its moments go on.
   void set_schedule(const config::SchedulePolicy& policy, std::int64_t from);

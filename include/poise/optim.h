@@ -24,6 +24,8 @@ struct Segment {
   std::int64_t first = 0;       // place of element `begin` in its parameter, in memory order
   std::uint64_t parameter = 0;  // a number that the parameter's name makes
   int index = 0;                // of the parameter in Span::parameters
+  std::int64_t missed = 0;      // updates of the run that were not the parameter's: it was frozen
+  bool frozen = false;          // it is now
 };
 
 // A whole parameter, of which a span may hold a piece.
@@ -73,6 +75,8 @@ class POISE_API Optimizer {
   virtual std::string name() const = 0;
   virtual std::vector<Moment> moments() const = 0;
   int num_moments() const { return static_cast<int>(moments().size()); }
+  // Whether an update of some segments writes moments of parameters that have none of them.
+  bool keeps_whole_moments() const;
 
   // How often it needs sums over whole parameters (trust ratios, factored moments) before it may
   // update any of their elements. 0: it is elementwise, or by blocks, and works on any piece.
@@ -89,6 +93,16 @@ class POISE_API Optimizer {
   virtual void apply(Span& span, const std::vector<GroupSettings>& groups, std::int64_t update,
                      double factor) const = 0;
 };
+
+// An update of the segments that are not frozen, each as of its parameter's own number of updates:
+// what is frozen keeps master and moments, and low is made of the master.
+POISE_API void apply_to_awake(const Optimizer& optimizer, Span& span,
+                              const std::vector<GroupSettings>& groups, std::int64_t update,
+                              double factor);
+// What they add to the sums of a round.
+POISE_API at::Tensor sums_of_awake(const Optimizer& optimizer, int round, Span& span,
+                                   const std::vector<GroupSettings>& groups, std::int64_t update,
+                                   double factor);
 
 // Throws Error on an unknown type, naming the known ones. `seed`: of optimizers that round at
 // random.

@@ -46,8 +46,9 @@ class Engine:
     on, in the dtype of the configuration; their `.grad` stays empty (see `gradient`).
 
     Args:
-      model: any module with trainable parameters. Which are trained (requires_grad) is settled
-        here: a change later is an Error of the next window.
+      model: any module with trainable parameters. One that is trained now may be frozen for some
+        windows (requires_grad, the same on all ranks): updates then leave it alone, as torch's
+        optimizers do. One that is frozen now has no state here and stays so.
       config: settings, in any form that poise.config.read_config takes.
       units: classes, class names or name patterns of the modules that belong together; None: the
         entries of the model's largest list of blocks.
@@ -120,8 +121,7 @@ class Engine:
             fill,
             target if device is not None else None,
         )
-        self._trained = [(n, p, p.requires_grad) for n, p in model_view.named_parameters(model)]
-        self._made_trained = {name for name, _, trained in self._trained if trained}
+        self._trained = {id(p) for _, p in parameters if p.requires_grad}
         self._whole = 0  # scopes of gathered() that are open
         undo = self._undo = contextlib.ExitStack()
         self._blocks = blocks
@@ -159,7 +159,6 @@ class Engine:
                 f"[engine] the window is one {type(window).__name__}; give the list of "
                 "micro-batches, for example engine.step([batch], loss_fn)"
             )
-        self._check_trained()
         batches = list(window)
         loss_fn = loss_fn or self._call_model
 
@@ -187,8 +186,6 @@ class Engine:
         Raises torch.OutOfMemoryError where memory ran out; of several ranks the one waits until the
         others come to the window's end, and all raise it: they may run the window again.
         """
-        if self.micro_batches == 0:
-            self._check_trained()
         self._engine.backward(loss_parts(loss, tokens))
 
     def is_boundary(self) -> bool:
@@ -226,7 +223,7 @@ class Engine:
 
     def gradient(self, parameter: Parameter) -> torch.Tensor:
         """The window's mean gradient: unscaled, unclipped, fp32; after begin_update."""
-        return self._engine.gradient(self._name_of(parameter))
+        return self._engine.gradient(self.name_of(parameter))
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clips this window's gradient to a global L2 norm, instead of optimizer.max_grad_norm of
@@ -246,7 +243,7 @@ class Engine:
     def group_parameters(self, groups: Sequence[Sequence[Parameter]]) -> None:
         """Puts every trainable parameter into a group, whose learning rate and weight decay come
         from set_hyperparameters from now on, not from configuration and schedule."""
-        self._engine.group_parameters([[self._name_of(p) for p in group] for group in groups])
+        self._engine.group_parameters([[self.name_of(p) for p in group] for group in groups])
 
     def set_hyperparameters(
         self,
@@ -263,15 +260,23 @@ class Engine:
 
     def moments(self, parameter: Parameter) -> list[torch.Tensor]:
         """The optimizer's fp32 moments of a parameter, whole; all ranks."""
-        return self._engine.moments(self._name_of(parameter))
+        return self._engine.moments(self.name_of(parameter))
 
     def set_moments(self, parameter: Parameter, values: Sequence[torch.Tensor]) -> None:
         """Replaces them; all ranks, with the same values."""
-        self._engine.set_moments(self._name_of(parameter), list(values))
+        self._engine.set_moments(self.name_of(parameter), list(values))
 
     def set_updates(self, updates: int) -> None:
         """How many updates have been applied: what bias correction and the schedule count from."""
         self._engine.set_updates(updates)
+
+    def missed_updates(self, parameter: Parameter) -> int:
+        """How many of them were not the parameter's, which was frozen then."""
+        return self._engine.missed_updates(self.name_of(parameter))
+
+    def set_missed_updates(self, parameter: Parameter, updates: int) -> None:
+        """Replaces it: a parameter's bias correction counts from its own updates."""
+        self._engine.set_missed_updates(self.name_of(parameter), updates)
 
     def set_schedule(self, config: ConfigLike, from_update: int) -> None:
         """The schedule of the updates to come, that of `config`; it counts the updates that are
@@ -280,15 +285,15 @@ class Engine:
 
     def master(self, parameter: Parameter) -> torch.Tensor:
         """The fp32 values of a parameter."""
-        return self._engine.master(self._name_of(parameter))
+        return self._engine.master(self.name_of(parameter))
 
     def set_master(self, parameter: Parameter, values: torch.Tensor) -> None:
         """Replaces them; all ranks, with the same values, between windows."""
-        self._engine.set_master(self._name_of(parameter), values)
+        self._engine.set_master(self.name_of(parameter), values)
 
     def refresh(self, parameter: Parameter) -> None:
         """Says that a parameter was edited through `.data`; other edits are noticed."""
-        self._engine.refresh(self._name_of(parameter))
+        self._engine.refresh(self.name_of(parameter))
 
     @contextlib.contextmanager
     def gathered(self, writer: int | None = None) -> Iterator[None]:
@@ -503,7 +508,7 @@ class Engine:
         """In the open window."""
         return self._engine.micro_batches
 
-    def _name_of(self, parameter: Parameter) -> str:
+    def name_of(self, parameter: Parameter) -> str:
         if isinstance(parameter, str):
             return model_view.plain_name(parameter)
         name = self._names.get(id(parameter))
@@ -511,32 +516,9 @@ class Engine:
             raise Error("[engine] this tensor is no parameter of the model; give one, or its name")
         return name
 
-    def _check_trained(self) -> None:
-        """At a window's start: what is trained was laid out once, with a gradient and moments each."""
-        for name, parameter, trained in self._trained:
-            if parameter.requires_grad != trained:
-                was, now = ("trained", "frozen") if trained else ("frozen", "to be trained")
-                raise Error(
-                    f"[engine] parameter '{name}' was {was} when the engine was made, and is {now} "
-                    "now; set requires_grad back, or make the engine anew (poise.wrap and "
-                    "poise.initialize make one too)"
-                )
-
-    def expect_frozen(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Those that were trained when the engine was made and are frozen for now: whoever says it sees to
-        it that an update leaves them alone."""
-        frozen = {id(parameter) for parameter in parameters}
-        self._trained = [
-            (name, p, name in self._made_trained and id(p) not in frozen)
-            for name, p, _ in self._trained
-        ]
-
-    def trains_as_made(self) -> bool:
-        """Whether requires_grad of every parameter is what it was when the engine was made."""
-        made = self._made_trained
-        return all(
-            parameter.requires_grad == (name in made) for name, parameter, _ in self._trained
-        )
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Whether it has gradient and moments here, frozen for now or not."""
+        return id(parameter) in self._trained
 
     def _call_model(self, batch: Any) -> Any:
         with wrong_batch.explained(self.model, batch, room="engine"):

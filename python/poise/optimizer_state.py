@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,24 +36,27 @@ def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             f"[engine] the moments of {kind} are kept in another form than torch's; save with "
             "engine.save() instead"
         )
-    for parameter in _trained_by(optimizer) if engine.updates else ():
+    for parameter in _trained_by(optimizer, engine):
+        steps = engine.updates - engine.missed_updates(parameter)
+        if steps == 0:
+            continue
         moments = [moment.clone() for moment in engine.moments(parameter)]
         optimizer.state[parameter] = dict(zip(MOMENTS[kind], moments, strict=False))
         if kind in ("adamw", "adam", "lamb"):
-            optimizer.state[parameter]["step"] = torch.tensor(float(engine.updates))
+            optimizer.state[parameter]["step"] = torch.tensor(float(steps))
 
 
 def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """optimizer.state becomes the engine's moments and number of updates; all ranks."""
     held, kind = optimizer.state, kind_of(optimizer)
-    parameters = _trained_by(optimizer)
+    parameters = _trained_by(optimizer, engine)
     if held and kind == "adafactor":
         raise Error(
             "[loop] Adafactor has state already, which the engine keeps in another form; begin with a "
             "fresh one"
         )
     with_state = [parameter for parameter in parameters if held.get(parameter)]
-    steps = _steps(held[parameter].get("step", math.nan) for parameter in with_state)
+    steps = {id(p): held[p]["step"] for p in with_state if "step" in held[p]}
     for parameter in with_state:
         moments = [held[parameter].get(key) for key in MOMENTS[kind]]
         moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
@@ -69,8 +70,12 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             len(names),
             names[0],
         )
-    if steps is not None:
-        engine.set_updates(steps)
+    if not steps:
+        return  # torch's SGD counts none
+    updates = int(max(steps.values()))
+    engine.set_updates(updates)
+    for parameter in parameters:
+        engine.set_missed_updates(parameter, updates - int(steps.get(id(parameter), 0)))
 
 
 def check_fits(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -78,8 +83,8 @@ def check_fits(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     kind, of_engine = kind_of(optimizer), settings_of(engine.config)["optimizer"]["type"]
     if kind != of_engine:
         raise Error(f"[engine] the optimizer is {kind}, and the engine's is {of_engine}")
-    wanted = {id(p): name for name, p in engine.model.named_parameters() if p.requires_grad}
-    held = {id(p) for p in _trained_by(optimizer)}
+    wanted = {id(p): name for name, p in engine.model.named_parameters() if engine.trains(p)}
+    held = {id(p) for p in _trained_by(optimizer, engine)}
     missing = [name for parameter, name in wanted.items() if parameter not in held]
     if missing or len(held) > len(wanted):
         example = f"has no parameter '{missing[0]}'" if missing else "has others besides"
@@ -89,18 +94,5 @@ def check_fits(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _steps(said: Iterable[float | torch.Tensor]) -> int | None:
-    """The number of updates, which is one for all; None: torch keeps none."""
-    steps = {float(step) for step in said}
-    steps = {step for step in steps if not math.isnan(step)}
-    if len(steps) > 1:
-        raise Error(
-            f"[loop] the optimizer's parameters have seen between {min(steps):.0f} and "
-            f"{max(steps):.0f} updates; poise counts one number for all: begin with a fresh "
-            "optimizer"
-        )
-    return int(steps.pop()) if steps else None
+def _trained_by(optimizer: torch.optim.Optimizer, engine: Engine) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if engine.trains(p)]

@@ -42,7 +42,6 @@ from poise.config import settings_of
 from poise.data import WindowIterator
 from poise.deepspeed import of_trainer
 from poise.engine import Engine
-from poise.freezing import Freezing
 from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
@@ -99,8 +98,7 @@ class Trainer(TrainerEvaluation):
         compute_metrics and predict(), for example the class instead of all logits.
       callbacks: objects with methods of poise.callbacks.TrainerCallback, transformers' too, or
         classes of them; a thing with log(dict, step=), as wandb's run, gets every line. One may freeze
-        what is trained, and free it again, by requires_grad (poise.freezing); not at zero_stage 3,
-        with parameters offloaded or with an optimizer of torch: there it is an error.
+        what is trained, and free it again, by requires_grad, as for poise.Engine.
       processing_class: a tokenizer or processor, which pads batches; tokenizer is its old name.
       optimizers: (optimizer, scheduler) of torch: AdamW, Adam or SGD, one of poise.optimizers, or
         transformers' Adafactor, whose work the engine does, and
@@ -149,7 +147,6 @@ class Trainer(TrainerEvaluation):
         self._best: BestModel | None = None  # of the last train()
         self.engine: Engine | None = None  # of the last train()
         self._ended = False  # it came to its end
-        self._freezing: Freezing | None = None  # where callbacks may freeze parameters
         self._model_init, self._units = model_init, units
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
@@ -287,10 +284,9 @@ class Trainer(TrainerEvaluation):
         """Whether a run of so many updates trains on with the last one's engine."""
         if self.engine is None or not self._ended or self._model_init is not None:
             return False
-        if self._freezing is not None and self._freezing.active:
-            return False
         same = self._made_from == _without_schedule(self.args.to_config(updates))
-        return same and self.engine.model is self.model and self.engine.trains_as_made()
+        new = [p for p in self.model.parameters() if p.requires_grad and not self.engine.trains(p)]
+        return same and self.engine.model is self.model and not new
 
     def _make_engine(self, updates: int) -> None:
         """Or takes the last run's, where train() left it."""
@@ -312,9 +308,6 @@ class Trainer(TrainerEvaluation):
             self._made_from = _without_schedule(self.args.to_config(0))
         else:
             self.engine.set_schedule(config, self.engine.updates)
-        self._freezing = None
-        if self._torch is None and Freezing.is_possible(self.engine, config):
-            self._freezing = Freezing(self.engine, config, self.engine.updates)
 
     def _makes_no_torch_optimizer(self) -> bool:
         theirs = self._given_optimizers != (None, None) or self.args.deepspeed is not None
@@ -404,9 +397,6 @@ class Trainer(TrainerEvaluation):
             return False
         if self._torch is not None:
             self._torch.before_update()
-        if self._freezing is not None:
-            self._freezing.before_update()
-
         counts: list[int] = []
         if self._loss_of is self._call and self._call.has_parts:
             counts = ranks.sums_of(self._group, self._call.window_counts(window))
@@ -438,8 +428,6 @@ class Trainer(TrainerEvaluation):
             return False
         if self._torch is not None:
             self._torch.after_update(result)
-        if self._freezing is not None:
-            self._freezing.after_update(result)
         profiling.after(update)
         if update == 1 and self._found is not None:
             for line in trainer_balance.compared(self._found, result):

@@ -374,6 +374,9 @@ void bind_engine(py::module_& module) {
       .def("set_master", &Engine::set_master, py::arg("name"), py::arg("values"), NoGil())
       .def("set_moments", &Engine::set_moments, py::arg("name"), py::arg("values"), NoGil())
       .def("set_updates", &Engine::set_updates, py::arg("updates"), NoGil())
+      .def("missed_updates", &Engine::missed_updates, py::arg("name"), NoGil())
+      .def("set_missed_updates", &Engine::set_missed_updates, py::arg("name"), py::arg("updates"),
+           NoGil())
       .def(
           "set_schedule",
           [](Engine& engine, const Config& config, std::int64_t from) {

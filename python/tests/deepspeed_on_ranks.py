@@ -9,9 +9,9 @@ import poise.deepspeed as deepspeed
 import rank_processes
 import torch
 import torch.nn.functional as F
-from poise.deepspeed import utils
+from poise.deepspeed import comm, utils
 from test_deepspeed import WithLoss, config, in_pieces
-from test_wrap import network, rows
+from test_wrap import network, plain, rows
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
 SIZE = 4  # of a micro-batch; two on each rank make a window
@@ -164,6 +164,48 @@ def asked(stage, folder):
     return found
 
 
+def frozen(folder):
+    """How far a loop that freezes and frees is from torch in float64; what ranks that differ are told."""
+    plan, distances = {1: ("0", False), 3: ("0", True), 4: ("2", False), 5: ("2", True)}, []
+    size = comm.get_world_size()
+    batches = in_pieces(rows(6 * SIZE * size), SIZE * size)
+    reference = network(dtype=torch.float64)
+    made = torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.1)
+
+    def change(model, update):
+        name, trained = plan.get(update, ("0", None))
+        if trained is not None:
+            model.get_submodule(name).requires_grad_(trained)
+
+    for update, batch in enumerate(batches):
+        change(reference, update)
+        plain(reference, made, [batch])
+    for stage in range(4):
+        engine, *_ = deepspeed.initialize(
+            model=network(),
+            config={
+                "train_micro_batch_size_per_gpu": SIZE,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+                "zero_optimization": {"stage": stage},
+            },
+        )
+        for update, (x, y) in enumerate(batches):
+            change(engine.module, update)
+            mine = slice(engine.global_rank * SIZE, (engine.global_rank + 1) * SIZE)
+            engine.backward(F.cross_entropy(engine(x[mine]), y[mine]))
+            engine.step()
+        state = {n: v.double() for n, v in engine.module_state_dict().items()}
+        distances.append(max(far(state[n], v) for n, v in reference.state_dict().items()))
+    engine.module[0].requires_grad_(engine.global_rank == 0)
+    try:
+        x, y = batches[0]
+        engine.backward(F.cross_entropy(engine(x), y))
+        engine.step()
+    except poise.Error as error:
+        return {"distances": distances, "mismatch": str(error)}
+    return {"distances": distances, "mismatch": "no error"}
+
+
 def all_stages(folder):
     return {
         "asked": [asked(stage, folder) for stage in range(4)],
@@ -187,4 +229,4 @@ def saved(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.argv[1:] = sys.argv[1:3]
-    rank_processes.main({"all_stages": all_stages})
+    rank_processes.main({"all_stages": all_stages, "frozen": frozen})

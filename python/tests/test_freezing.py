@@ -1,13 +1,19 @@
-"""Callbacks that freeze and free parameters while a run goes on, beside transformers' Trainer."""
+"""Parameters that are frozen and freed while a run goes on, beside transformers' Trainer and torch."""
 
 import poise
 import pytest
+import rank_processes
 import torch
+import torch.nn.functional as F
 import transformers
 from hf_models import causal_rows, made
+from poise import optimizers
+from test_deepspeed import in_pieces
 from test_hf_trainer import arguments, losses, without_strategy
 from test_second_run import rates
+from test_wrap import adamw, distance, network, plain, rows
 from tiny_models import same_bits
+from torch.utils.data import TensorDataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +48,8 @@ PLANS = {
     "options",
     [{"weight_decay": 0.1, "adam_epsilon": 1e-10}, {"optim": "sgd", "learning_rate": 0.1}],
 )
-def test_frozen_and_freed_parameters_train_as_in_transformers(plan, options, tmp_path):
+@pytest.mark.parametrize("given", [False, True])
+def test_frozen_and_freed_parameters_train_as_in_transformers(plan, options, given, tmp_path):
     rows = [{"input_ids": r["input_ids"], "labels": r["input_ids"].clone()} for r in causal_rows(8)]
     for row in rows:
         row["labels"][0] = -100
@@ -56,7 +63,14 @@ def test_frozen_and_freed_parameters_train_as_in_transformers(plan, options, tmp
             **options,
         )
         model = made("gpt2")
-        trainer = kind(model, args, train_dataset=rows, callbacks=[Thaws(PLANS[plan])])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if given else None
+        trainer = kind(
+            model,
+            args,
+            train_dataset=rows,
+            callbacks=[Thaws(PLANS[plan])],
+            optimizers=(optimizer, None),
+        )
         trainer.train()
         seen.append(losses(trainer) + rates(trainer))
         models.append(model)
@@ -98,23 +112,138 @@ def test_a_plan_that_changes_nothing_changes_no_bit(tmp_path):
     assert same_bits(*models)
 
 
-def test_what_had_no_state_cannot_be_freed_and_torchs_optimizers_say_so(tmp_path):
+def test_what_had_no_state_cannot_be_freed(tmp_path):
     model = made("gpt2")
     model.transformer.wte.requires_grad_(False)
-    given = {"train_dataset": causal_rows(16)}
-    trainer = poise.Trainer(
-        model, arguments(tmp_path), callbacks=[Thaws({1: {WORDS: True}})], **given
-    )
-    with pytest.raises(poise.Error, match="was frozen when the engine was made"):
-        trainer.train()
-    model = made("gpt2")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = poise.Trainer(
         model,
         arguments(tmp_path),
-        optimizers=(sgd, None),
-        callbacks=[Thaws({1: {WORDS: False}})],
-        **given,
+        callbacks=[Thaws({1: {WORDS: True}})],
+        train_dataset=causal_rows(16),
     )
-    with pytest.raises(poise.Error, match="was trained when the engine was made, and is frozen"):
+    with pytest.raises(poise.Error, match="was frozen when the engine was made, and is to be"):
         trainer.train()
+
+
+# Beside torch in float64, in a loop of one's own.
+
+PLAN = {1: {"0": False}, 3: {"0": True, "2": False}, 5: {"2": True}}  # before these updates
+
+
+def change(model, update, plan=None):
+    for name, trained in (PLAN if plan is None else plan).get(update, {}).items():
+        model.get_submodule(name).requires_grad_(trained)
+
+
+def in_torch(model, optimizer, windows, plan=None, begin=0):
+    for update, window in enumerate(windows, begin):
+        change(model, update, plan)
+        plain(model, optimizer, [window])
+
+
+def in_poise(model, optimizer, windows, plan=None, begin=0, **more):
+    run, *_ = poise.wrap(model, optimizer, accumulation=2, **more)
+    for update, window in enumerate(windows, begin):
+        change(model, update, plan)
+        for x, y in in_pieces(TensorDataset(*window), 4):
+            F.cross_entropy(run(x), y).backward()
+            optimizer.step()
+    return run
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+    "lamb": lambda m: optimizers.Lamb(m.parameters(), lr=0.01, weight_decay=0.1),
+    "lars": lambda m: optimizers.Lars(m.parameters(), lr=1.0, trust_coefficient=0.02),
+    "lion": lambda m: optimizers.Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_leaves_out_what_is_frozen(kind):
+    windows = in_pieces(rows(56), 8)
+    reference, model = network(dtype=torch.float64), network()
+    theirs, ours = OPTIMIZERS[kind](reference), OPTIMIZERS[kind](model)
+    in_torch(reference, theirs, windows)
+    in_poise(model, ours, windows)
+    assert distance(model, reference) < 2e-6
+    mine, torchs = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert mine.keys() == torchs.keys()
+    if kind in ("adamw", "adam"):
+        assert [float(mine[i]["step"]) for i in mine] == [float(torchs[i]["step"]) for i in mine]
+        assert float(mine[0]["step"]) < 7
+
+
+def test_a_state_of_parameters_that_began_late_is_taken_over():
+    windows = in_pieces(rows(56), 8)
+    late = {0: {"0": False}, 2: {"0": True}}
+    reference = network(dtype=torch.float64)
+    in_torch(reference, adamw(reference), windows, late)
+    model = network()
+    first = adamw(model)
+    in_torch(model, first, windows[:3], late)
+    in_poise(model, first, windows[3:], late, begin=3)
+    assert distance(model, reference) < 2e-6
+
+
+@pytest.mark.parametrize("when", [2, 4])
+def test_a_saved_run_knows_what_was_left_out(when, tmp_path):
+    windows = in_pieces(rows(56), 8)
+    whole = network()
+    in_poise(whole, adamw(whole), windows)
+    begun, resumed = network(), network()
+    in_poise(begun, adamw(begun), windows[:when]).save(tmp_path)
+    optimizer = adamw(resumed)
+    run, *_ = poise.wrap(resumed, optimizer, accumulation=2)
+    run.load(tmp_path)
+    for update in range(when):
+        change(resumed, update)
+    for update, window in enumerate(windows[when:], when):
+        change(resumed, update)
+        for x, y in in_pieces(TensorDataset(*window), 4):
+            run.backward(F.cross_entropy(run(x), y))
+            optimizer.step()
+    assert same_bits(whole, resumed)
+
+
+@pytest.mark.parametrize("place", ["host", "file", "parameters"])
+def test_states_that_are_offloaded_change_no_bit(place, tmp_path):
+    precision = {"dtype": "bf16", "parameters": "bf16"}
+    offload = {
+        "host": {"optimizer": "host"},
+        "file": {"optimizer": "file", "directory": str(tmp_path), "block_bytes": 4096},
+        "parameters": {"optimizer": "host", "parameters": "host"},
+    }[place]
+    models = []
+    for more in ({}, {"offload": offload}):
+        model = network()
+        run = in_poise(
+            model, adamw(model), in_pieces(rows(56), 8), config={"precision": precision, **more}
+        )
+        models.append(run.state_dict())
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return rank_processes.run("deepspeed_on_ranks.py", "frozen", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_train_the_same_at_every_stage(ranks, stage):
+    assert all(rank["distances"][stage] < 2e-6 for rank in ranks)
+
+
+def test_ranks_that_freeze_other_parameters_are_told(ranks):
+    assert all("has frozen other parameters than rank" in rank["mismatch"] for rank in ranks)
+
+
+def test_an_optimizer_whose_moments_cannot_be_left_out_says_so():
+    model = network()
+    engine = poise.Engine(model, {"optimizer": {"type": "adafactor"}})
+    model[0].requires_grad_(False)
+    x, y = rows(8)[:]
+    with pytest.raises(poise.Error, match=r"'0.weight' was frozen after .*adafactor keeps moments"):
+        engine.step([(x, y)], lambda batch: F.cross_entropy(model(batch[0]), batch[1]))

@@ -152,6 +152,20 @@ void Engine::set_updates(std::int64_t updates) {
   check_closed(impl_->state, impl_->micro_batches, "set_updates()");
   if (updates < 0) fail("engine", "set_updates() got ", updates, "; give 0 or more");
   impl_->updates = updates;
+  impl_->freezing.limit_missed(updates);
+}
+
+std::int64_t Engine::missed_updates(const std::string& name) const {
+  return impl_->freezing.missed(impl_->state_of(name).second);
+}
+
+void Engine::set_missed_updates(const std::string& name, std::int64_t updates) {
+  check_closed(impl_->state, impl_->micro_batches, "set_missed_updates()");
+  if (updates < 0 || updates > impl_->updates) {
+    fail("engine", "set_missed_updates('", name, "') got ", updates, " of ", impl_->updates,
+         " updates; give 0 or more, and no more than these");
+  }
+  impl_->freezing.set_missed(impl_->state_of(name).second, updates);
 }
 
 void Engine::set_schedule(const config::SchedulePolicy& policy, std::int64_t from) {

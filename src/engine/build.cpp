@@ -325,6 +325,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       optimizer_states(engine::make_states(table, store, shards, config.optimizer, *optimizer,
                                            ledger, offloading)),
       state_update(optimizer_states.states, config.offload, offloading.memory()),
+      freezing(table, store.parameters()),
       scaler(config.precision),
       loss_weights(config.engine.loss_weighting, scales_loss(), store.parameters().front().device(),
                    *group, [this](const Event& event) { following.synchronize(event); }),

@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "engine/freezing.h"
 #include "engine/loss_weights.h"
 #include "engine/noise_scale.h"
 #include "engine/offloading.h"
@@ -220,6 +221,7 @@ struct Engine::Impl {
   std::unique_ptr<optim::Optimizer> optimizer;
   engine::OptimizerStates optimizer_states;
   engine::StateUpdate state_update;
+  engine::Freezing freezing;
   std::vector<optim::GroupSettings> given_groups;  // instead of the config's; empty: not given
   precision::LossScaler scaler;
   engine::LossWeights loss_weights;

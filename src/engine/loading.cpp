@@ -195,6 +195,10 @@ void Engine::Impl::take(const state::Saved& saved, const state::LoadOptions& opt
   const auto& progress = saved.manifest().progress;
   updates = progress.updates;
   skipped = progress.skipped;
+  for (std::size_t e = 0; e < table.entries().size(); ++e) {
+    const auto* from = saved_of(table.entries()[e], saved);
+    freezing.set_missed(static_cast<int>(e), from == nullptr ? 0 : from->missed);
+  }
   if (scales_loss() && progress.loss_weight_exponent) {
     scaler.load({progress.loss_scale, progress.clean_updates, progress.overflows_in_row});
     loss_weights.resume(static_cast<int>(*progress.loss_weight_exponent));

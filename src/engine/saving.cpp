@@ -10,13 +10,15 @@
 namespace poise {
 namespace {
 
-state::SavedParameter described(const ParamTable::Entry& entry, const at::Tensor& parameter) {
+state::SavedParameter described(const ParamTable::Entry& entry, const at::Tensor& parameter,
+                                std::int64_t missed) {
   return {entry.name,
           entry.aliases,
           entry.sizes,
           state::order_of(parameter.sizes(), parameter.strides()),
           state::dtype_name(entry.dtype),
-          entry.trainable};
+          entry.trainable,
+          missed};
 }
 
 at::Tensor flat_of(const at::Tensor& tensor) { return tensor.detach().contiguous().reshape({-1}); }
@@ -45,7 +47,8 @@ state::Contents Engine::Impl::contents() {
   if (const auto kept = noise.state()) m.progress.noise = {kept->variance, kept->signal};
   if (loss_weights.knows_q()) m.progress.loss_weight_exponent = loss_weights.q();
   for (std::size_t i = 0; i < table.entries().size(); ++i) {
-    m.parameters.push_back(described(table.entries()[i], store.parameters()[i]));
+    m.parameters.push_back(
+        described(table.entries()[i], store.parameters()[i], freezing.missed(static_cast<int>(i))));
   }
   for (const auto& [name, tensor] : buffers) {
     m.buffers.push_back({name, tensor.sizes().vec(), state::dtype_name(tensor.scalar_type())});

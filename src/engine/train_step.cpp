@@ -36,6 +36,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
          "a window was opened inside gathered(), whose whole parameters no update would reach; "
          "close it first");
   }
+  freezing.open_window(*optimizer);
   if (store.has_edits()) saver.finish_reading();
   store.notice_edits();
   gradients.start_window();
@@ -123,9 +124,9 @@ double Engine::Impl::clip_factor(double grad_norm) const {
 }
 
 // This rank's share of stop 8: sums of its losses and counts, the squares of its shard's gradients
-// in entry order, and where they are not finite.
+// in entry order, where they are not finite, and what it has frozen.
 struct Share {
-  enum Place { squares, bad_entry, micro_batches, lost, first_sum };
+  enum Place { squares, bad_entry, micro_batches, lost, frozen, first_sum };
   static constexpr double kNone = -1;
   static constexpr double kOutOfMemory = 1, kDropped = 2;  // at `lost`
 };
@@ -143,7 +144,8 @@ void Engine::Impl::sum_up() {
     following.take(zero::Following::Operation::end_window);
     gradients.finish_window();
   }
-  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), 0};
+  std::vector<double> row{0, Share::kNone, static_cast<double>(micro_batches), 0,
+                          freezing.fingerprint()};
   if (lost) row[Share::lost] = lost->dropped ? Share::kDropped : Share::kOutOfMemory;
   const auto asked = engine::Clock::now();
   const auto squared = gradients.squared_norms().cpu();
@@ -181,6 +183,11 @@ void Engine::Impl::sum_up() {
     return;
   }
   following.end_window();
+  for (auto at = std::size_t{Share::frozen}; at < rows.size(); at += row.size()) {
+    if (rows[at] == row[Share::frozen]) continue;
+    fail("engine", "rank ", at / row.size(), " has frozen other parameters than rank ",
+         group->rank(), "; set requires_grad to the same on all ranks");
+  }
   gather_gradients();
   if (joined[Share::micro_batches] == 0) {
     fail("engine", "the window has no micro-batches on any rank; pass at least one");
@@ -282,9 +289,10 @@ void Engine::Impl::apply(double factor) {
   at::NoGradGuard no_grad;
   const auto groups = group_settings();
   saver.finish_reading();  // masters and moments, from here on
+  freezing.mark(optimizer_states.states);
   std::vector<Event> gathers;
   const auto update = [&](optim::Span& span) {
-    optimizer->apply(span, groups, updates + 1, factor);
+    optim::apply_to_awake(*optimizer, span, groups, updates + 1, factor);
   };
   engine::sum_over_parameters(optimizer_states.states, *optimizer, groups, updates + 1, factor,
                               shards, *ranks.shard);
@@ -370,6 +378,7 @@ StepResult Engine::Impl::close_window() {
       result.clipped_norm = sums.grad_norm * clip;
       apply_or_say_why_not(factor_of(clip));  // stops 9 and 10
       ++updates;
+      freezing.count_update();
     } else {
       ++skipped;
     }

@@ -49,14 +49,14 @@ void sum_over_parameters(std::vector<OptimizerState>& states, const optim::Optim
     for (const auto& state : states) {
       auto span = span_of(state);
       if (split || shards.size() == 1) {
-        parts.push_back(optimizer.sums(round, span, groups, update, factor));
+        parts.push_back(optim::sums_of_awake(optimizer, round, span, groups, update, factor));
         continue;
       }
       at::Tensor total;
       const auto each = shards.shard(state.flat);
       for (int rank = 0; rank < shards.size(); ++rank) {
         span.segments = inside(state.segments, {each * rank, each * (rank + 1)});
-        const auto part = optimizer.sums(round, span, groups, update, factor);
+        const auto part = optim::sums_of_awake(optimizer, round, span, groups, update, factor);
         total = total.defined() ? total.add_(part) : part;
       }
       parts.push_back(total);

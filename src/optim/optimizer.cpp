@@ -1,6 +1,8 @@
 // The optimizers by name. A new one: its header, its line here (docs/adding_an_optimizer.md).
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "optim/adafactor.h"
 #include "optim/adamw.h"
 #include "optim/adamw_low.h"
@@ -14,6 +16,11 @@
 namespace poise::optim {
 
 Optimizer::~Optimizer() = default;
+
+bool Optimizer::keeps_whole_moments() const {
+  const auto all = moments();
+  return std::any_of(all.begin(), all.end(), [](const Moment& m) { return m.factored; });
+}
 
 at::Tensor Optimizer::sums(int, const Span& span, const std::vector<GroupSettings>&, std::int64_t,
                            double) const {

@@ -37,6 +37,7 @@ Json to_json(const Manifest& m) {
                           {"order", p.order},
                           {"dtype", p.dtype},
                           {"trainable", p.trainable}});
+    if (p.missed > 0) parameters.back()["missed_updates"] = p.missed;
   }
   for (const auto& b : m.buffers) {
     buffers.push_back({{"name", b.name}, {"shape", b.shape}, {"dtype", b.dtype}});
@@ -185,6 +186,7 @@ SavedParameter parameter_from(const Json& json, const std::string& path) {
   const Reader reader(json, path);
   SavedParameter p{reader.text("name"),    reader.texts("aliases"), reader.counts("shape"),
                    reader.counts("order"), reader.text("dtype"),    reader.flag("trainable")};
+  if (reader.knows("missed_updates")) p.missed = reader.count("missed_updates");
   product(p.shape, reader);
   std::vector<bool> seen(p.shape.size());
   if (p.order.size() != p.shape.size()) reader.refuse("order");

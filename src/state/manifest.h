@@ -23,7 +23,8 @@ struct SavedParameter {
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> order;  // of its dimensions in memory, slowest first
   std::string dtype;                // the model's own, before poise cast it
-  bool trainable = true;  // has a master and moments; else its values are kept as they are
+  bool trainable = true;    // has a master and moments; else its values are kept as they are
+  std::int64_t missed = 0;  // updates, while it was frozen
   std::int64_t numel() const;
 };
 

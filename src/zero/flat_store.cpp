@@ -59,10 +59,10 @@ void FlatStore::notice_edits() {
     const auto& entry = table_.entries()[i];
     const auto& parameter = parameters_[i];
     refuse_hooks_that_cannot_run(entry.name, parameter);
-    if (parameter.requires_grad() && !entry.trainable) {  // one that is frozen now counts as zero
+    if (parameter.requires_grad() && !entry.trainable) {
       fail("zero", "parameter '", entry.name,
            "' was frozen when the engine was made, and is to be trained now; set requires_grad "
-           "back, or make the engine anew");
+           "back, or make the engine anew with it trained, and freeze it after that");
     }
     if (shards_.splits_parameters(entry.flat)) continue;  // edited in gathered(), taken over there
     const auto& values = flats_[static_cast<std::size_t>(entry.flat)].values;
