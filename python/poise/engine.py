@@ -89,8 +89,8 @@ class Engine:
                 'under torch.device("meta"), or leave it out'
             )
         settings = settings_of(self.config)
-        self._moved_from = model_view.device_of(model)
-        target = self._moved_from if device is None else numbered(device)
+        target = model_view.device_of(model) if device is None else numbered(device)
+        self._came_from = whole_state.places(model, target)
         ranks = comm.ranks_for(
             group,
             target,
@@ -339,7 +339,7 @@ class Engine:
         left of it otherwise are shards that go with the engine.
         """
         if self.shards_parameters():
-            whole_state.give_back(self, self._moved_from)
+            whole_state.give_back(self, self._came_from)
         self._undo.close()
         self._engine = None
 

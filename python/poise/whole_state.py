@@ -6,8 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from poise import ranks
+from poise import model_view, ranks
 
 if TYPE_CHECKING:
     from poise.engine import Engine
@@ -40,18 +41,25 @@ def of(engine: Engine, rank: int | None, device: torch.device | str | None) -> d
     return copied(_entries(engine), device, copies) if mine else {}
 
 
-def give_back(engine: Engine, device: torch.device) -> None:
-    """Each parameter with memory of its own, whole, on the device; unit by unit, all ranks."""
+def places(model: nn.Module, made_on: torch.device) -> dict[str, torch.device]:
+    """Where parameters and buffers are, by name; those without memory will be on `made_on`."""
+    named = (*model_view.named_parameters(model), *model_view.named_buffers(model))
+    return {name: made_on if t.device.type == "meta" else t.device for name, t in named}
+
+
+def give_back(engine: Engine, came_from: dict[str, torch.device]) -> None:
+    """Each parameter with memory of its own, whole, where it came from, and buffers too; unit by unit, all
+    ranks."""
     values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied ones once
     for unit in engine.units:
         with engine.gathered_unit(unit) as parameters:
-            for _, p in parameters:
+            for name, p in parameters:
                 if id(p) not in values:
-                    values[id(p)] = p, p.detach().to(device, copy=True)
+                    values[id(p)] = p, p.detach().to(came_from[name], copy=True)
     for parameter, value in values.values():
         parameter.data = value
-    for buffer in engine.model.buffers():
-        buffer.data = buffer.data.to(device)
+    for name, buffer in model_view.named_buffers(engine.model):
+        buffer.data = buffer.data.to(came_from.get(name, buffer.device))  # some are made later
 
 
 def _entries(engine: Engine) -> dict[str, Any] | None:

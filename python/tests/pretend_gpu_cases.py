@@ -104,6 +104,18 @@ def gradients_are_lent(folder: Path) -> Any:
     return seen
 
 
+def goes_back_where_it_came_from(folder: Path) -> Any:
+    """Kinds of devices of a parameter and of two buffers: in the engine, and given back."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_buffer("here", torch.ones(2))
+    model.register_buffer("there", torch.ones(2, device="cuda"))
+    engine = poise.Engine(model, {"offload": {"parameters": "host"}}, device="cuda")
+    tensors = (model[0].weight, model.here, model.there)
+    inside = [t.device.type for t in (model.here, model.there)]
+    engine.give_back()
+    return [inside, [t.device.type for t in tensors], bool((model.there.cpu() == 1).all())]
+
+
 def saves_go_between_devices(folder: Path) -> Any:
     """From one device to the other, states in memory or in a file: the next updates are the same."""
     seen = {}
@@ -284,6 +296,7 @@ CASES = [
     memory_by_account,
     recompute_with_dropout,
     gradients_are_lent,
+    goes_back_where_it_came_from,
     saves_go_between_devices,
     saves_hold_the_generator,
     save_while_training_goes_on,

@@ -53,6 +53,16 @@ def trained(model, **options):
     return engine
 
 
+def test_a_model_without_memory_is_given_back_with_its_values():
+    model = empty_model()
+    engine = poise.Engine(model, {"offload": {"parameters": "host"}}, materialize=fill)
+    engine.give_back()
+    for (name, got), want in zip(
+        model.state_dict().items(), whole_model().state_dict().values(), strict=True
+    ):
+        assert got.device.type == "cpu" and torch.equal(got, want), name
+
+
 def test_a_model_without_memory_trains_as_one_with():
     model, whole = empty_model(), whole_model()
     before = list(model.parameters())

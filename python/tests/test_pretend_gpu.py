@@ -92,6 +92,11 @@ def test_trains_as_the_cpu_does(case: str, parity: dict[str, Any]) -> None:
     assert parity[case]["cuda"] == parity[case]["cpu"]
 
 
+def test_a_model_is_given_back_to_where_each_of_its_tensors_was(cases: dict[str, Any]) -> None:
+    inside, outside, kept = cases["goes_back_where_it_came_from"]
+    assert inside == ["cuda", "cuda"] and outside == ["cpu", "cpu", "cuda"] and kept
+
+
 def test_gradients_are_lent_wherever_they_are(cases: dict[str, Any]) -> None:
     """Read, and written, between begin_update() and step()."""
     seen = cases["gradients_are_lent"]
