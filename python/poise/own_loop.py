@@ -38,9 +38,10 @@ def wrap(
 ) -> Wrapped:
     """Hands a model and its torch optimizer to an engine.
 
-    The loop then says model.backward(loss) for loss.backward(), and model.clip_grad_norm_(...) for
-    torch's function; optimizer.step(), scheduler.step() and optimizer.zero_grad() stay where they
-    are, once per micro-batch, and act once per update. Nothing is clipped unasked.
+    The loop then says model.backward(loss), or loss.backward() as before, of the micro-batch's mean: not
+    divided by the accumulation. It says model.clip_grad_norm_(...) for torch's function; optimizer.step(),
+    scheduler.step() and optimizer.zero_grad() stay where they are, once per micro-batch, and act once per
+    update. Nothing is clipped unasked.
 
     Two things are not as in torch. torch.nn.utils.clip_grad_norm_ finds no `.grad`, so that it returns
     0 and clips nothing, unsaid: model.clip_grad_norm_ or optimizer.max_grad_norm in `config` clips.

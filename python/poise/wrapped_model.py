@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poise import loop_state, wrong_batch
+from poise import loop_state, plain_backward, wrong_batch
 from poise._batch import cast_inputs, count_targets
 from poise._C import Error, StepResult
 from poise.config import settings_of
@@ -53,6 +53,7 @@ class WrappedModel:
         self._forward_count: Count = None
         self._syncs = True
         self._widens = settings_of(engine.config)["precision"]["dtype"] != "fp32"
+        plain_backward.watch(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with wrong_batch.explained(self.module, kwargs, room="loop"):
@@ -60,7 +61,9 @@ class WrappedModel:
         if torch.is_grad_enabled() and labels_in(kwargs) is not None:
             self._forward_count = self._counts.count(kwargs)
         # A loss outside of the forward would else be computed in 16 bits.
-        return _widened(outputs) if self._widens else outputs
+        outputs = _widened(outputs) if self._widens else outputs
+        plain_backward.mark(outputs, self)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         if name in ("module", "engine"):
@@ -68,7 +71,8 @@ class WrappedModel:
         return getattr(self.module, name)
 
     def backward(self, loss: Any, tokens: Count = None) -> None:
-        """Accumulates the gradient of a micro-batch: in place of loss.backward().
+        """Accumulates the gradient of a micro-batch. The same as loss.backward() of a loss that was computed
+        from what a call of this object returned, which knows no `tokens`.
 
         Args:
           loss: the micro-batch's mean, not divided by the accumulation; or what poise.Loss allows.

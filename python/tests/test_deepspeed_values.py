@@ -73,32 +73,15 @@ def test_it_keeps_no_loss_alive():
     x, y = rows(2)[:]
     gc.disable()
     try:
-        losses = [weakref.ref(engine(x, labels=y)) for _ in range(2)]  # without a backward
-        assert losses[0]() is None
-        losses[1]().backward()
-        assert losses[1]() is None
+        for goes_back in (False, True):
+            loss = engine(x, labels=y)
+            if goes_back:
+                loss.backward()
+            seen = weakref.ref(loss)
+            del loss
+            assert seen() is None
     finally:
         gc.enable()
-
-
-def test_evaluations_and_outputs_without_a_loss_stay_as_they_are():
-    engine, *_ = poise.initialize(model=WithLoss(), config=config())
-    x, y = rows(2)[:]
-    with torch.no_grad():
-        assert "backward" not in vars(engine(x, labels=y))
-    other, *_ = poise.initialize(model=nn.Linear(8, 3), config=config())
-    assert "backward" not in vars(other(torch.ones(2, 8)))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"gradient": torch.ones(())}, {"create_graph": True}, {"inputs": []}, {"retain_graph": True}],
-)
-def test_a_backward_of_another_kind_is_refused(given):
-    engine, *_ = poise.initialize(model=WithLoss(), config=config())
-    x, y = rows(2)[:]
-    with pytest.raises(poise.Error, match=r"\[deepspeed\] (loss\.)?backward\("):
-        engine(x, labels=y).backward(**given)
 
 
 # Whole values.
@@ -156,9 +139,9 @@ def test_what_is_not_there_is_an_error():
         utils.safe_get_full_grad(plain.model.body[0].weight)
 
 
-def test_a_plain_backward_is_named_at_step(ranks):
-    for text in [plain_backward(0), *ranks[0][0]["plain"], *ranks[0][1]["plain"]]:
-        assert "write engine.backward(loss) where the script" in text
+def test_a_loss_of_the_script_is_the_engines_at_every_stage(ranks):
+    for distance in [plain_backward(0), *ranks[0][0]["plain"], *ranks[0][1]["plain"]]:
+        assert distance < 2e-6
 
 
 # zero_to_fp32

@@ -51,7 +51,8 @@ def of(engine: Engine) -> DeepSpeedEngine:
 
 
 class DeepSpeedEngine(WrappedModel):
-    """Called, it is the model; backward() and step() once per micro-batch train it.
+    """Called, it is the model; backward() (or loss.backward() of a loss that was computed from its outputs)
+    and step() once per micro-batch train it.
 
     Attributes:
       optimizer, lr_scheduler, training_dataloader: as initialize() returned them.
@@ -77,9 +78,6 @@ class DeepSpeedEngine(WrappedModel):
         self._before_backward = True
         self._boundary: bool | None = None
         self._open = True  # False inside no_sync()
-        self._returned: torch.Tensor | None = (
-            None  # the loss of the last forward, up to its backward
-        )
         self._has_sums = False  # of the window, which holds all its micro-batches
         _faces[engine] = weakref.ref(self)
 
@@ -90,19 +88,8 @@ class DeepSpeedEngine(WrappedModel):
 
     # One micro-batch.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs. A loss among them (the outputs themselves, `.loss`, or the first one of
-        several) may say loss.backward() for engine.backward(loss)."""
-        self._returned = None  # its graph, if nobody else has it
-        outputs = super().__call__(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._returned = _loss_of(outputs)
-            if self._returned is not None:
-                self._returned.backward = _Backward(self, self._returned)
-        return outputs
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is, for engine.scale(loss).backward(): backward scales it."""
+        """The loss as it is, for engine.scale(loss).backward(): backward() of a loss scales it."""
         return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +116,6 @@ class DeepSpeedEngine(WrappedModel):
                 f"[deepspeed] backward(scale_wrt_gas=False) with {self.engine.accumulation} micro-batches: "
                 "the mean over the window is poise's to make; give the micro-batch's own mean"
             )
-        self._returned = None
         super().backward(loss, tokens)
         # A window that was discarded had sums, and this is another one.
         self._before_backward, self._has_sums = False, False
@@ -150,9 +136,7 @@ class DeepSpeedEngine(WrappedModel):
             raise Error(
                 "[deepspeed] step() without a backward() since the last step(); the window holds "
                 f"{self.engine.micro_batches} of {self.engine.accumulation} micro-batches: leave step() out "
-                "for a micro-batch that failed, close the window with step(last=True), or write "
-                "engine.backward(loss) where the script calls backward() of a loss that the engine did "
-                "not return"
+                "for a micro-batch that failed, or close the window with step(last=True)"
             )
         self._syncs = last or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -421,37 +405,3 @@ class DeepSpeedEngine(WrappedModel):
                     f"loss={result.loss:.6g}, grad_norm={result.grad_norm:.6g}",
                     file=sys.stderr,
                 )
-
-
-def _loss_of(outputs: Any) -> torch.Tensor | None:
-    """A scalar to be trained on: the outputs themselves, their loss, or the first of several."""
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("loss")
-    elif isinstance(outputs, (tuple, list)):
-        outputs = outputs[0] if outputs else None
-    elif not isinstance(outputs, torch.Tensor):
-        outputs = getattr(outputs, "loss", None)
-    is_loss = isinstance(outputs, torch.Tensor) and outputs.numel() == 1
-    return outputs if is_loss and outputs.requires_grad else None
-
-
-class _Backward:
-    """backward() of a loss. It does not hold the loss, whose graph would else wait for the collector; the
-    engine does, for engine(...).backward()."""
-
-    def __init__(self, engine: DeepSpeedEngine, loss: torch.Tensor) -> None:
-        self._engine, self._loss = engine, weakref.ref(loss)
-
-    def __call__(
-        self,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        if gradient is not None or create_graph or inputs is not None:
-            raise Error(
-                "[deepspeed] loss.backward() with gradient, create_graph or inputs: a micro-batch's loss "
-                "has one plain backward; multiply the loss, and give it to engine.backward(loss)"
-            )
-        self._engine.backward(self._loss(), retain_graph=bool(retain_graph))

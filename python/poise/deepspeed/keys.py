@@ -414,9 +414,10 @@ Six things are other than in DeepSpeed, on purpose; the first five were seen wit
 - A micro-batch weighs as many tokens (or samples) as its loss counts, where labels tell; not each the same. Gradients
   are summed in fp32.
 
-`loss.backward()` of the loss that the engine returned (the output itself, its `.loss`, or the first of several) is
-`engine.backward(loss)`. Of a loss that a script computes from the outputs it is not: `step()` then raises an error
-that says to write `engine.backward(loss)`. `utils.safe_get_full_fp32_param`, `safe_get_full_grad`,
+`loss.backward()` is `engine.backward(loss)`, whether the engine returned the loss or the script computed it from what the
+engine returned. It is an error of a loss that two engines lead to, or that reaches their parameters past them.
+
+`utils.safe_get_full_fp32_param`, `safe_get_full_grad`,
 `safe_get_full_optimizer_state` and their `safe_set_full_...` are the same at every stage, offloaded or not; all ranks
 call, and a gradient is there after the `backward()` of a window's last micro-batch. `utils.zero_to_fp32` reads poise's
 saves, not DeepSpeed's, and writes one file.
