@@ -59,7 +59,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__(None)
-        self._folder, self._writer_class = folder, _writer_class()
+        self._folder = folder
+        _writer_class("report_to tensorboard")  # now, not when a run has begun
 
     def on_train_begin(self, args, state, control, **details) -> None:
         if not state.is_world_process_zero:
@@ -67,7 +68,7 @@ class TensorBoard(Tracker):
         folder = self._folder or getattr(args, "logging_dir", None)
         folder = folder or os.environ.get("TENSORBOARD_LOGGING_DIR")
         folder = Path(folder) if folder else Path(args.output_dir) / "runs"
-        self.run = _EventFiles(self._writer_class(str(folder), purge_step=state.global_step + 1))
+        self.run = EventFiles(folder, state.global_step + 1)
 
     def on_log(self, args, state, control, logs=None, **details) -> None:
         if self.run is not None:
@@ -88,7 +89,7 @@ class Wandb(Tracker):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self._module = _imported("wandb", "wandb")
+        self._module = imported("wandb", "wandb", "report_to wandb")
 
     def on_train_begin(self, args, state, control, **details) -> None:
         if not state.is_world_process_zero:
@@ -103,19 +104,30 @@ class Wandb(Tracker):
             )
 
 
-class _EventFiles:
-    """A SummaryWriter as a thing to log to."""
+class EventFiles:
+    """A SummaryWriter as a thing to log to.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    Args:
+      folder: of the files.
+      purge_step: what was written there from this step on is hidden; None: nothing.
+      asked: what asks for it, for the error where nothing can write such files.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        purge_step: int | None = None,
+        asked: str = "report_to tensorboard",
+    ) -> None:
+        self.writer = _writer_class(asked)(str(folder), purge_step=purge_step)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 def of_arguments(args: TrainingArguments) -> list[Tracker]:
@@ -169,24 +181,26 @@ def _shown_name(name: str) -> str:
     return f"train/{name}"
 
 
-def _writer_class() -> Any:
+def _writer_class(asked: str) -> Any:
     """torch's writer, which needs tensorboard, or that of tensorboardX."""
     if importlib.util.find_spec("tensorboard") is not None:
-        return _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        return imported("torch.utils.tensorboard", "tensorboard", asked).SummaryWriter
     if importlib.util.find_spec("tensorboardX") is not None:
-        return _imported("tensorboardX", "tensorboard").SummaryWriter
-    raise _missing("tensorboard")
+        return imported("tensorboardX", "tensorboard", asked).SummaryWriter
+    raise _missing("tensorboard", asked)
 
 
-def _imported(module: str, name: str) -> Any:
+def imported(module: str, name: str, asked: str) -> Any:
+    """The module; where there is none, an Error that names what asked for it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise _missing(name) from error
+        raise _missing(name, asked) from error
 
 
-def _missing(name: str) -> Error:
+def _missing(name: str, asked: str) -> Error:
+    room = "trainer" if asked.startswith("report_to") else "deepspeed"
     return Error(
-        f"[trainer] report_to {name}, which cannot be imported here: pip install {name}, or leave "
-        "report_to out (metrics.jsonl has every line, `poise report` draws them)"
+        f"[{room}] {asked}, but {name} cannot be imported here: pip install {name}, or leave {asked} out "
+        "(of a Trainer metrics.jsonl has every line, `poise report` draws them)"
     )

@@ -24,9 +24,15 @@ NAMES = {
     ".checkpointing": "checkpoint configure is_configured reset",
     ".comm": "init_distributed is_initialized get_rank get_world_size get_local_rank get_world_group barrier "
     "all_reduce broadcast all_gather reduce_scatter new_group ReduceOp",
+    ".monitor.config": "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig",
+    ".monitor.csv_monitor": "csvMonitor",
+    ".monitor.monitor": "MonitorMaster",
+    ".monitor.tensorboard": "TensorBoardMonitor",
+    ".monitor.wandb": "WandbMonitor",
     ".ops.adam": "FusedAdam DeepSpeedCPUAdam",
     ".ops.lamb": "FusedLamb",
     ".ops.lion": "FusedLion DeepSpeedCPULion",
+    ".runtime.config": "DeepSpeedConfig",
     ".runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
     ".utils": "logger log_dist RepeatingLoader safe_get_full_fp32_param safe_get_full_grad "
     "safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state",

@@ -292,10 +292,10 @@ def test_auto_is_what_a_trainer_fills_in():
     assert settings.auto == ["train_batch_size", "fp16.enabled"]
 
 
-def test_a_monitor_that_is_on_is_missed_aloud(caplog):
+def test_a_monitor_that_is_on_and_not_written_is_missed_aloud(caplog):
     with caplog.at_level(logging.WARNING, "poise"):
-        read({"tensorboard": {"enabled": True}, "wandb": {"enabled": False}}).tell_notes()
-    assert "tensorboard" in caplog.text and "wandb" not in caplog.text
+        read({"comet": {"enabled": True}, "comms_logger": {"enabled": False}}).tell_notes()
+    assert "comet" in caplog.text and "comms_logger" not in caplog.text
 
 
 def test_the_page_is_the_table():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from poise import _build
-from poise.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from poise.deepspeed import accelerator, checkpointing, comm, monitor, ops, runtime, utils, zero
 from poise.deepspeed.accelerator import get_accelerator
 from poise.deepspeed.engine import DeepSpeedEngine
 from poise.deepspeed.launch import add_config_arguments, init_distributed
@@ -30,6 +30,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
     "runtime",
     "utils",
@@ -42,7 +43,6 @@ _ABSENT = {
     "moe": "there are no expert-parallel ranks; the experts of a model are sharded as all parameters are",
     "init_inference": "it trains only; call the engine's module after engine.eval()",
     "tp_model_init": "there are no tensor-parallel ranks",
-    "monitor": "engine.last_result has the figures of every update",
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from poise._C import Error
 from poise.deepspeed.keys import OLD_NAMES, OLD_SWITCHES, TABLE, Key
+from poise.deepspeed.monitor.config import SECTIONS, DeepSpeedMonitorConfig, get_monitor_config
 
 logger = logging.getLogger("poise")
 
@@ -41,6 +42,7 @@ class Settings:
       micro_batch: samples of a micro-batch; None: not said.
       drop_last: of the loader that initialize() makes.
       steps_per_print: 0: never.
+      monitor: where figures go.
       values: the file's own numbers, of mapped keys.
       auto: keys that said "auto".
       notes: keys that were accepted and have nothing to do here: their reasons.
@@ -52,6 +54,7 @@ class Settings:
     micro_batch: int | None = None
     drop_last: bool = False
     steps_per_print: int = 0
+    monitor: DeepSpeedMonitorConfig = dataclasses.field(default_factory=DeepSpeedMonitorConfig)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     auto: list[str] = dataclasses.field(default_factory=list)
     notes: dict[str, Key] = dataclasses.field(default_factory=dict)
@@ -130,6 +133,7 @@ def read(config: Any, ranks: int = 1) -> Settings:
     settings.scheduler = _typed(values, "scheduler", settings)
     settings.drop_last = bool(values.get("dataloader_drop_last", False))
     settings.steps_per_print = int(_number(values, "steps_per_print", 0))
+    settings.monitor = _monitor(values)
     return settings
 
 
@@ -257,6 +261,15 @@ def _offload(values: dict[str, Any], stage: int) -> dict[str, Any]:
     if places[0] == "none":
         offload.pop("optimizer_fraction", None)
     return offload
+
+
+def _monitor(values: dict[str, Any]) -> DeepSpeedMonitorConfig:
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for path, value in values.items():
+        section, _, name = path.partition(".")
+        if section in sections:
+            sections[section][name] = value
+    return get_monitor_config(sections)
 
 
 def _typed(

@@ -18,6 +18,7 @@ from poise import _C, loop_state, ranks
 from poise._C import Error, StepResult
 from poise.config import settings_of
 from poise.deepspeed.config import Settings
+from poise.deepspeed.monitor.monitor import MonitorMaster
 from poise.engine import Engine
 from poise.loss import Count
 from poise.wrapped_model import WrappedModel
@@ -34,7 +35,6 @@ _ABSENT = {
     "eval_batch": f"{_STAGES}; engine.eval() and a call under torch.no_grad() evaluate",
     "is_first_stage": _STAGES,
     "is_last_stage": _STAGES,
-    "monitor": "engine.last_result has the figures of every update",
     "flops_profiler": "poise bench and poise plan measure",
 }
 _faces: weakref.WeakKeyDictionary[Engine, weakref.ref[DeepSpeedEngine]] = (
@@ -56,6 +56,7 @@ class DeepSpeedEngine(WrappedModel):
 
     Attributes:
       optimizer, lr_scheduler, training_dataloader: as initialize() returned them.
+      monitor: gets loss, rate and loss scale of every update, and what the script writes into it.
       global_steps: windows closed, applied or not.
       micro_steps: micro-batches done.
     """
@@ -74,6 +75,7 @@ class DeepSpeedEngine(WrappedModel):
         self.training_dataloader = self.loader
         self._micro_batch = settings.micro_batch
         self._print_every = settings.steps_per_print
+        self.monitor = MonitorMaster(settings.monitor)
         self.global_steps = self.micro_steps = 0
         self._before_backward = True
         self._boundary: bool | None = None
@@ -149,6 +151,7 @@ class DeepSpeedEngine(WrappedModel):
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._print(result)
+        self._write_events(result)
         return result
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -405,3 +408,16 @@ class DeepSpeedEngine(WrappedModel):
                     f"loss={result.loss:.6g}, grad_norm={result.grad_norm:.6g}",
                     file=sys.stderr,
                 )
+
+    def _write_events(self, result: StepResult) -> None:
+        """By DeepSpeed's names and at its steps: a loss at the samples before its update."""
+        if not self.monitor.enabled:
+            return
+        after = self.global_samples
+        events = [
+            ("Train/Samples/train_loss", result.loss, after - self.train_batch_size()),
+            ("Train/Samples/lr", self.get_lr()[0], after),
+        ]
+        if self.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", self.cur_scale, after))
+        self.monitor.write_events(events)

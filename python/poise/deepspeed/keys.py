@@ -280,7 +280,6 @@ _ZERO = [
     _mapped("aio.queue_depth", "offload.queue_depth", "of offload to files"),
     *_noted("poise's files are read and written its own way", "aio.*"),
 ]
-_NOT_WRITTEN = "not written: engine.last_result has the figures of every update"
 _OTHER = [
     _refused(
         "activation_checkpointing.partition_activations", "there are no model-parallel ranks", False
@@ -306,7 +305,20 @@ _OTHER = [
         "dump_state",
         "timers.*",
     ),
-    *_noted(_NOT_WRITTEN, "tensorboard.*", "csv_monitor.*", "wandb.*", "comet.*", loud=True),
+    *(
+        _mapped(f"{section}.{name}", f"(engine) monitor.{section}", text)
+        for section, names, text in (
+            ("tensorboard", "enabled output_path job_name", "event files in output_path/job_name"),
+            ("csv_monitor", "enabled output_path job_name", "a file for each label there"),
+            ("wandb", "enabled group team project", "a run of wandb, which must be installed"),
+        )
+        for name in names.split()
+    ),
+    *_noted(
+        "not written: tensorboard, csv_monitor and wandb are, and engine.monitor takes a script's own events",
+        "comet.*",
+        loud=True,
+    ),
     *_noted("not measured: poise bench and poise plan tell", "flops_profiler.*", loud=True),
     *_noted("engine.group.traffic() counts what is sent", "comms_logger.*", loud=True),
     *_noted(
@@ -417,13 +429,15 @@ Six things are other than in DeepSpeed, on purpose; the first five were seen wit
 `loss.backward()` is `engine.backward(loss)`, whether the engine returned the loss or the script computed it from what the
 engine returned. It is an error of a loss that two engines lead to, or that reaches their parameters past them.
 
-`utils.safe_get_full_fp32_param`, `safe_get_full_grad`,
+`engine.monitor`, and a `MonitorMaster` of the script's own, write events to TensorBoard, wandb and CSV; the engine writes
+`Train/Samples/train_loss` (the mean over the window), `lr` and, with fp16, `loss_scale` of every update. In a Trainer
+`report_to` says what is written, not the file. `utils.safe_get_full_fp32_param`, `safe_get_full_grad`,
 `safe_get_full_optimizer_state` and their `safe_set_full_...` are the same at every stage, offloaded or not; all ranks
 call, and a gradient is there after the `backward()` of a window's last micro-batch. `utils.zero_to_fp32` reads poise's
 saves, not DeepSpeed's, and writes one file.
 
 What scripts use and this face does not have: `client_state` that is not JSON, `optimizer.cur_scale` (the engine has
-it), `utils.safe_get_local_*`, `monitor`, pipelines, experts, tensor parallelism, inference.
+it), `utils.safe_get_local_*`, pipelines, experts, tensor parallelism, inference.
 
 A key that is not in the table is an error that names the nearest one. "auto" is what a Trainer fills in
 (`TrainingArguments(deepspeed="ds.json")`); in `initialize` it stands for "not given".

@@ -6,6 +6,7 @@ be the same one.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from poise.schedule_arguments import updates_of
 
 if TYPE_CHECKING:
     from poise.training_arguments import TrainingArguments
+
+logger = logging.getLogger("poise")
 
 
 def read_for(args: TrainingArguments) -> Settings:
@@ -51,6 +54,10 @@ def read_for(args: TrainingArguments) -> Settings:
                 f"[deepspeed] {other}.enabled is true, and {ours} of TrainingArguments too; choose one"
             )
     settings.tell_notes()
+    if settings.monitor.enabled:
+        logger.warning(
+            "[deepspeed] the file's monitors write nothing in a Trainer: report_to says what is written"
+        )
     return settings
 
 
