@@ -1,4 +1,5 @@
-"""What a batch tells and takes: how many targets its labels hold, and floating inputs in another dtype."""
+"""What a batch tells and takes: its samples, how many targets its labels hold, floating inputs in another
+dtype."""
 
 from __future__ import annotations
 
@@ -6,8 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from poise._C import Error
+
+
+def samples_in(batch: Any) -> int:
+    """Rows of a batch's first tensor."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    first = next((t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
+    return 1 if first is None else first.shape[0]
 
 
 def count_targets(

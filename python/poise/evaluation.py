@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poise._batch import samples_in
 from poise._C import Error, Group
 from poise.eval_share import Uncounted, in_order
 from poise.loss import Loss
@@ -49,6 +50,25 @@ def evaluate(
         texts = group.all_gather_text(json.dumps(mean.rows), "losses of the evaluation")
         mean.rows = in_order([json.loads(text) for text in texts])
     return mean.metrics(prefix)
+
+
+class Passed:
+    """Batches on their way into an evaluation, counted; those that are run for other ranks alone are not.
+
+    Attributes:
+      samples, batches: of this rank, so far.
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+        self.samples = self.batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._source:
+            if not isinstance(batch, Uncounted):
+                self.samples += samples_in(batch)
+                self.batches += 1
+            yield batch
 
 
 @contextlib.contextmanager

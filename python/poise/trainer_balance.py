@@ -22,6 +22,7 @@ from poise import (
     traced_model,
     trainer_data,
 )
+from poise._batch import samples_in
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.loss import Loss
@@ -295,13 +296,6 @@ class Halving:
                 f"  out of memory with micro-batches of {largest} samples; the window runs again in "
                 f"halves of them ({message})"
             )
-
-
-def samples_in(batch: Any) -> int:
-    """Rows of a batch's first tensor."""
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    first = next((t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
-    return 1 if first is None else first.shape[0]
 
 
 def split(batch: Any, parts: int) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,8 @@ class TrainerEvaluation(TrainerHooks):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it.
+        """Mean loss over a dataset, weighed by tokens, and what compute_metrics makes of it. It is logged, and
+        callbacks are told (on_evaluate).
 
         Args:
           eval_dataset: None: that of the Trainer. Of a dictionary of datasets each is evaluated, and
@@ -45,16 +47,14 @@ class TrainerEvaluation(TrainerHooks):
             return metrics
         loader = self._eval_loader("get_eval_dataloader", dataset)
         if self.compute_metrics is not None and not self.args.prediction_loss_only:
-            return self._predict(loader, metric_key_prefix, True, ignore_keys).metrics
-        with ranks.told_to_others(self._group):
-            return evaluation.evaluate(
-                self.model,
-                self._share_of(loader),
-                self._evaluated_loss,
-                self._forward_scope,
-                metric_key_prefix,
-                self._group,
-            )
+            metrics = self._predict(loader, metric_key_prefix, True, ignore_keys).metrics
+        else:
+            metrics = self._mean_loss(loader, metric_key_prefix)
+        metrics["epoch"] = self.state.epoch
+        if self._before_batch is None:  # else the run tells what a subclass made of it
+            self.log(metrics)
+            self._event("on_evaluate", metrics=metrics)
+        return metrics
 
     def predict(
         self,
@@ -80,10 +80,11 @@ class TrainerEvaluation(TrainerHooks):
             self._event("on_prediction_step")
             return answer
 
+        batches = evaluation.Passed(self._share_of(loader))
         with ranks.told_to_others(self._group):
-            return prediction.predict(
+            output = prediction.predict(
                 self.model,
-                self._share_of(loader),
+                batches,
                 call,
                 self._forward_scope,
                 prefix,
@@ -92,6 +93,24 @@ class TrainerEvaluation(TrainerHooks):
                 self._group,
                 tuple(ignore_keys or ()),
             )
+            self._add_speed(output.metrics, prefix, batches)
+        return output
+
+    def _mean_loss(self, loader: Any, prefix: str) -> dict[str, float]:
+        batches = evaluation.Passed(self._share_of(loader))
+        with ranks.told_to_others(self._group):
+            metrics = evaluation.evaluate(
+                self.model, batches, self._evaluated_loss, self._forward_scope, prefix, self._group
+            )
+            self._add_speed(metrics, prefix, batches)
+        return metrics
+
+    def _add_speed(self, metrics: dict[str, float], prefix: str, passed: evaluation.Passed) -> None:
+        """Samples of all ranks, and batches of each, by transformers' names."""
+        samples, batches = ranks.sums_of(self._group, [passed.samples, passed.batches])
+        seconds = metrics[f"{prefix}_runtime"]
+        metrics[f"{prefix}_samples_per_second"] = samples / seconds
+        metrics[f"{prefix}_steps_per_second"] = math.ceil(batches / self._group.size) / seconds
 
     def _outputs_of(self, batch: Any, with_loss: bool) -> tuple[Loss | None, Any, Any]:
         """(loss, outputs without it, labels) of a batch, as model_call.ModelCall.predict."""
