@@ -29,6 +29,7 @@ from poise import (
     trackers,
     trainer_balance,
     trainer_data,
+    unused_overrides,
     utilization,
     wrong_batch,
 )
@@ -126,6 +127,7 @@ class Trainer(TrainerEvaluation):
         units: model_view.UnitChoice = None,
         shift_labels: bool | None = None,
     ) -> None:
+        unused_overrides.refuse(type(self))
         self.args = TrainingArguments.of(args)
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.optimizer, self.lr_scheduler = optimizers

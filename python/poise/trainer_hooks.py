@@ -56,6 +56,16 @@ class TrainerHooks:
         self.engine.backward(loss)
         return loss.value.detach()
 
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Around a forward of a training_step of one's own, which is in the run's precision anyway."""
+        return contextlib.nullcontext()
+
+    autocast_smart_context_manager = compute_loss_context_manager  # its older name
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch on this rank's device, where a training_step gets it already."""
+        return trainer_data.to_device(inputs, self._device)
+
     # Data.
 
     def get_train_dataloader(self) -> DataLoader:
