@@ -96,7 +96,7 @@ class WrappedModel:
           parameters: those of the model, all of them; or max_norm alone.
           max_norm: above 0.
 
-        Returns the norm before; None where the window goes on, since there is no gradient yet.
+        Returns the norm before; None where the window goes on, since its gradient is not whole yet.
         """
         if max_norm is None:
             parameters, max_norm = None, parameters
@@ -105,7 +105,12 @@ class WrappedModel:
                 f"[loop] clip_grad_norm_ with norm_type {norm_type}; poise clips the L2 norm"
             )
         self._check_all(parameters)
-        if not self._syncs or self.engine.micro_batches == 0:
+        if self.engine.micro_batches == 0:
+            raise Error(
+                "[loop] clip_grad_norm_() before backward(): there is no gradient yet, so that the update "
+                "would not be clipped; call it between backward() and optimizer.step()"
+            )
+        if not self._syncs:
             return None
         return torch.tensor(self.engine.clip_grad_norm(float(max_norm)))
 

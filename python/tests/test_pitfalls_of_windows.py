@@ -189,11 +189,21 @@ def test_a_last_batch_that_is_cut_into_parts_is_one_update(accumulation):
     assert torch.allclose(model.weight, plain.weight, atol=1e-6)
 
 
-def test_clipping_before_there_is_a_gradient_says_so_and_does_nothing():
+def test_clipping_before_there_is_a_gradient_is_an_error():
     # nano-world-model 22: clipped before backward, to no effect and unsaid.
     model = nn.Linear(2, 1)
-    run, *_ = poise.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert run.clip_grad_norm_(model.parameters(), 1.0) is None
+    run, sgd, *_ = poise.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation=2)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(poise.Error, match="before backward.*between backward"):
+            run.clip_grad_norm_(model.parameters(), 1.0)
+        for norm in (None, 20**0.5):  # of a mean over rows [4, 2] in both micro-batches
+            run.backward(run(torch.tensor([[4.0, 2.0]])).sum(), tokens=1)
+            given = run.clip_grad_norm_(list(model.parameters()), 1.0)
+            assert (given is None) == (norm is None)
+            sgd.step()
+        assert float((model.weight - before).detach().norm()) <= 0.1 + 1e-6
+        before = model.weight.detach().clone()
 
 
 # Precision.
