@@ -217,8 +217,7 @@ def cost() -> dict[str, float]:
                 (k * e_g + e_p) * p,
                 k * ((2 * e_p + e_g) * p - e_p * rest),
             ][stage]
-            theory = per_window * (ranks - 1) / ranks
-            sent.append(abs(moved / theory - 1) if theory else float(moved > 0))
+            sent.append(abs(moved / (per_window * (ranks - 1) / ranks) - 1))
     return {"bytes_error": max(held), "traffic_error": max(sent)}
 
 
