@@ -143,10 +143,10 @@ class TrainerSaves:
         """Whether a signal has asked some rank for a checkpoint and the end: between micro-batches."""
         return self._saves and self._can_drop() and self._asked.now()
 
-    def between_batches(self) -> Callable[[], None] | None:
+    def between_batches(self) -> Callable[[], None]:
         """What an evaluation calls before each of its batches: raises EvaluationGivenUp, on all ranks."""
         if not self._saves:
-            return None
+            return lambda: None
         end = AgreedEnd(self._signals, self._group)
 
         def give_up_if_asked() -> None:

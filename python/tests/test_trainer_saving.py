@@ -54,15 +54,16 @@ def lines_of(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "train_runtime" not in line]  # a run's last one
     measured = (
-        "tokens_per_second",
         "peak_bytes",
         "memory_percent",
         "accounts",
         "host_bytes",
         "eval_runtime",
-        "eval_tokens_per_second",
     )
-    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in measured and not k.endswith("_per_second")}
+        for line in lines
+    ]
 
 
 def names(folder):
