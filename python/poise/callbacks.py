@@ -37,6 +37,7 @@ class TrainerState:
     is_hyper_param_search: bool = False  # there is none, and no trial
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)  # keep their own
     logging_steps: int = 500
     eval_steps: int = 500
     save_steps: int = 500

@@ -1,5 +1,6 @@
 """poise.Trainer's checkpoints: resumed runs are the unbroken one, folders open elsewhere."""
 
+import dataclasses
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import poise
 import pytest
 import torch
 from poise import signals
+from poise.callbacks import TrainerState
 from poise.trainer_saving import last_checkpoint
 from test_trainer import Rows
 from tiny_models import TinyForCausalLM, same_bits, tiny
@@ -119,6 +121,13 @@ def test_trainer_state_has_the_names_of_transformers(tmp_path):
     assert (state["global_step"], state["max_steps"], state["num_train_epochs"]) == (4, 9, 3)
     assert state["epoch"] == pytest.approx(4 / 3)
     assert [line["step"] for line in state["log_history"]] == [2, 4]
+    transformers = pytest.importorskip("transformers")
+    of_theirs = {field.name for field in dataclasses.fields(transformers.TrainerState)}
+    assert of_theirs - {field.name for field in dataclasses.fields(TrainerState)} == set()
+    read = transformers.TrainerState.load_from_json(
+        tmp_path / "checkpoint-4" / "trainer_state.json"
+    )
+    assert (read.global_step, read.max_steps) == (4, 9)
 
 
 class DrawsWhenJudged(TinyForCausalLM):
