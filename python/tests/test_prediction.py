@@ -83,7 +83,11 @@ def test_samples_without_labels_give_predictions_alone(tmp_path, form):
     trainer = poise.Trainer(Classifier(form), arguments(tmp_path), compute_metrics=accuracy)
     output = trainer.predict(rows, metric_key_prefix="new")
     numpy.testing.assert_allclose(output.predictions, by_hand(Classifier(), rows), rtol=1e-6)
-    assert output.label_ids is None and list(output.metrics) == ["new_runtime"]
+    assert output.label_ids is None and list(output.metrics) == [
+        "new_runtime",
+        "new_samples_per_second",
+        "new_steps_per_second",
+    ]
 
 
 def test_compute_metrics_is_part_of_every_evaluation(tmp_path):

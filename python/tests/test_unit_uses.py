@@ -119,6 +119,5 @@ def test_a_block_left_out_on_one_rank_is_named(tmp_path_factory):
 
 
 def test_what_changes_between_windows_is_named(tmp_path_factory):
-    for frozen, hooked in run(tmp_path_factory, "changed")[0]:
-        assert "parameter 'head.bias' was trained" in frozen
+    for hooked in run(tmp_path_factory, "changed")[0]:
         assert "parameter 'blocks.0.up.weight' has a post-accumulate-grad hook" in hooked

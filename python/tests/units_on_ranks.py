@@ -466,12 +466,8 @@ def changed(folder):
     engine = poise.Engine(model, config_of(FP32, 3, 1))
     piece = batch(2, 8, seed=dist.get_rank())
     engine.step([piece])
-    model.head.bias.requires_grad_(False)
-    frozen = message_of(lambda: engine.step([piece]))
-    model.head.bias.requires_grad_(True)
-    engine.step([piece])
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return [frozen, message_of(lambda: engine.step([piece]))]
+    return message_of(lambda: engine.step([piece]))
 
 
 class Regions(TinyForCausalLM):
