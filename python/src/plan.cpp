@@ -309,9 +309,10 @@ void bind_plan(py::module_& module) {
   module.def("known_devices", &known_devices,
              "Name, memory (bytes) and peak FLOP/s, in 16 bits and in fp32, of the devices that "
              "`poise plan` knows.");
-  module.def("gpu_reserve", &gpu_reserve, py::arg("memory"),
-             "Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks "
-             "that the allocator cannot join.");
+  module.def(
+      "gpu_reserve", &gpu_reserve, py::arg("memory"),
+      "Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks "
+      "that the allocator cannot join.");
 }
 
 }  // namespace poise::python

@@ -36,13 +36,16 @@ void describe_machine(CLI::App& plan, PlanArguments& arguments) {
       "file that describes one: 8xdevice.json (memory, half_flops, memory_rate, ...); or the GPU "
       "that --calibrate measured: 8xthis");
   const auto count = CLI::Range(std::int64_t{1}, std::int64_t{1} << 20);
-  auto* nodes = plan.add_option("--nodes", arguments.devices.nodes, "nodes of so many devices each");
+  auto* nodes =
+      plan.add_option("--nodes", arguments.devices.nodes, "nodes of so many devices each");
   auto* per_node = plan.add_option("--per-node", arguments.devices.per_node, "devices of a node");
   nodes->check(count)->excludes(per_node);
   per_node->check(count);
-  plan.add_option("--node-link", arguments.devices.node_link, "GB/s between devices of a node, one way")
+  plan.add_option("--node-link", arguments.devices.node_link,
+                  "GB/s between devices of a node, one way")
       ->check(CLI::PositiveNumber);
-  plan.add_option("--network", arguments.devices.network, "GB/s of each device to other nodes, one way")
+  plan.add_option("--network", arguments.devices.network,
+                  "GB/s of each device to other nodes, one way")
       ->check(CLI::PositiveNumber);
   plan.add_option("--price", arguments.price, "of a device, by the hour: adds what plans cost")
       ->check(CLI::NonNegativeNumber);
