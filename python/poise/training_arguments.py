@@ -91,7 +91,7 @@ class _Arguments:
 
     # Away from the device: none, host (memory), file (in offload_directory).
     offload_optimizer: str = "none"  # masters and moments
-    offload_gradients: str = "none"  # their sums; host only
+    offload_gradients: str = "none"  # their sums
     offload_parameters: str = (
         "none"  # while their block does not run: at zero_stage 3, or on one rank
     )
@@ -456,8 +456,7 @@ class TrainingArguments(_Arguments):
         kinds = ("optimizer", "gradients", "parameters", "activations")
         places = {kind: getattr(self, f"offload_{kind}") for kind in kinds}
         for kind, place in places.items():
-            allowed = ("none", "host") if kind == "gradients" else ("none", "host", "file")
-            choices.check(f"offload_{kind}", place, allowed)
+            choices.check(f"offload_{kind}", place, ("none", "host", "file"))
         if ("file" in places.values()) != (self.offload_directory is not None):
             raise Error(
                 f"[trainer] offload_directory is {self.offload_directory!r} and what is offloaded "

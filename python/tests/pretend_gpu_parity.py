@@ -37,7 +37,10 @@ OFFLOADS = {
         "optimizer": "host", "optimizer_fraction": 0.4, **SMALL_BLOCKS,
     },
     "optimizer to file": {"optimizer": "file", **SMALL_BLOCKS},
-    "parameters to file": {"optimizer": "file", "parameters": "file", **SMALL_BLOCKS},
+    "gradients to file": {"gradients": "file", **SMALL_BLOCKS},
+    "all to file": {
+        "optimizer": "file", "gradients": "file", "parameters": "file", **SMALL_BLOCKS,
+    },
     "activations to file": {
         "activations": "file", "activation_min_bytes": 1024, "block_bytes": 4096,
     },

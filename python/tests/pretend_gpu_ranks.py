@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ TRAININGS = {
     "stage 2, bf16 on the wire": (2, {"gradient_dtype": "bf16"}, {}),
     "stage 1, states away": (1, {}, STATES),
     "stage 2, states and gradients away": (2, {}, {**STATES, "gradients": "host"}),
+    "stage 2, states and gradients in a file": (
+        2, {}, {**STATES, "optimizer": "file", "gradients": "file"},
+    ),
     "stage 3, all away": (
         3, {}, {**STATES, "gradients": "host", "parameters": "host", **ACTIVATIONS},
     ),
@@ -50,6 +54,8 @@ def train(device: str, recipe: Recipe, stage: int, zero: Any, offload: Any, poli
     model = tiny().to(device, dtype)
     config = config_of(recipe, stage, 2, **zero)
     config["precision"]["autocast"] = False
+    if "file" in offload.values():
+        offload = {**offload, "directory": tempfile.gettempdir()}
     engine = poise.Engine(
         model, {**config, "offload": offload, "checkpointing": {"policy": policy}}
     )

@@ -88,6 +88,7 @@ EVERYTHING = {
     "activations": "host",
     "activation_min_bytes": 1,
 }
+KINDS = ["optimizer", "gradients", "parameters", "activations"]
 
 
 @pytest.mark.parametrize("away", ["gradients", "parameters", "activations", "everything"])
@@ -95,10 +96,10 @@ EVERYTHING = {
 def test_what_leaves_the_device_changes_no_bit(away, checkpointing, tmp_path):
     base = {**HALF, "checkpointing": {"policy": checkpointing}}
     places = EVERYTHING if away == "everything" else {away: "host", "activation_min_bytes": 1}
-    ways = [places]
-    if away in ("parameters", "activations"):
-        file = {**to_file(tmp_path), "optimizer": "none", away: "file", "activation_min_bytes": 1}
-        ways.append(file)
+    file = {**to_file(tmp_path), "optimizer": "none", away: "file", "activation_min_bytes": 1}
+    if away == "everything":
+        file = {**places, **to_file(tmp_path), **dict.fromkeys(KINDS, "file")}
+    ways = [places, file]
     expected, _, plain = train(base)
     for offload in ways:
         got, model, engine = train({**base, "offload": offload})
@@ -205,14 +206,15 @@ def test_trainer_takes_it_and_says_it(tmp_path, capfd):
     plain = run()
     offloaded = run(
         offload_optimizer="file",
-        offload_gradients="host",
+        offload_gradients="file",
         offload_parameters="host",
         offload_activations="host",
         offload_directory=str(tmp_path / "scratch"),
     )
     said = "".join(capfd.readouterr())
     assert "offloaded: 100% of the optimizer states to a file in" in said
-    assert "gradients to memory of the host, parameters to memory of the host, activ" in said
+    assert "gradients to a file" in said
+    assert "parameters to memory of the host, activ" in said
     assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
     with pytest.raises(
         Error, match="offload_directory is None and what is offloaded goes to file, none; a file"

@@ -237,8 +237,9 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(offload.optimizer_fraction),
           number({.low = 0, .high = 1, .ends = Ends::open_low}),
           "of masters and moments that leave the device, by whole units"),
-      key(POISE_FIELD(offload.gradients), place({"none", "host"}),
-          "where gradients are summed; host: as they are made or joined"),
+      key(POISE_FIELD(offload.gradients), place({"none", "host", "file"}),
+          "where gradients are summed, as they are made or joined; file: three units' sums at a "
+          "time are on the host, the next one on its way in and the last one out"),
       key(POISE_FIELD(offload.parameters), place({"none", "host", "file"}),
           "where parameters live while their unit does not need them: at zero.stage 3, or on one "
           "rank"),

@@ -178,7 +178,7 @@ void check_offload_of(const OptimizerPolicy& optimizer, const OffloadPolicy& off
 
 void check_offload(const OffloadPolicy& offload) {
   const bool file = offload.optimizer == Offload::file || offload.parameters == Offload::file ||
-                    offload.activations == Offload::file;
+                    offload.gradients == Offload::file || offload.activations == Offload::file;
   only_for(offload.optimizer != Offload::none, offload.optimizer_fraction != 1,
            "offload.optimizer_fraction", "offload.optimizer host or file");
   only_for(offload.activations != Offload::none, !offload.activation_units.empty(),

@@ -136,8 +136,7 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
     state.flat = flat;
     state.master = tensors.master;
     if (tensors.own_master) state.low = store.optimized_values(flat);
-    const auto gradient = store.optimized_gradient(flat);
-    state.gradient = offload::resident(gradient);
+    state.gradient = store.optimized_gradient(flat);
     if (optimizer.rounds() > 0) state.parameters = parameters_of(layout, store);
     for (const auto& moment : optimizer.moments()) {
       state.moments.push_back(
@@ -215,7 +214,7 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
   if (config.offload.gradients != config::Offload::none && !all->device().is_cpu() &&
       replica->size() > 1) {
     fail("engine",
-         "offload.gradients is host on GPUs in shard groups, whose sums are joined over the groups "
+         "offload.gradients is set on GPUs in shard groups, whose sums are joined over the groups "
          "in memory of the device only; leave it out, or let all ranks shard together "
          "(zero.shard_group_size 0)");
   }

@@ -56,13 +56,13 @@ void Offloading::place_states(const ParamTable& table, const zero::Shards& shard
 
 void Offloading::place_gradients(const zero::Shards& shards) {
   places_.gradients = store(policy_.gradients);
-  if (places_.gradients && device_.is_cuda() && shards.size() > 1 && !shards.splits_gradients()) {
-    fail(
-        "engine",
-        "offload.gradients is host on GPUs whose ranks join whole gradients once per window, which "
-        "they can do in memory of the device only; set zero.stage to 2, or to 3 with zero.reduce "
-        "every");
-  }
+  places_.memory = memory_.get();
+  if (!places_.gradients || shards.size() == 1 || shards.splits_gradients()) return;
+  const bool file = policy_.gradients == config::Offload::file;
+  if (!file && device_.is_cpu()) return;
+  fail("engine", "offload.gradients is ", file ? "file on " : "host on GPUs of ", shards.size(),
+       " ranks that join whole gradients once per window, which they can do in memory of the "
+       "device only; set zero.stage to 2, or to 3 with zero.reduce every");
 }
 
 void Offloading::place_parameters(const zero::Shards& shards) {

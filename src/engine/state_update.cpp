@@ -73,12 +73,13 @@ StateUpdate::Part StateUpdate::part_of(OptimizerState& state, Direct direct) con
   for (std::size_t m = 0; m < state.moments.size(); ++m) {
     part.operands.push_back({state.moments[m].get(), state.blocks[m], {}, true, true});
   }
-  const auto device = state.gradient->tensor().device();
+  const auto gradient = state.gradient->tensor();
   for (auto& operand : part.operands) {
     if (operand.span == nullptr) continue;
     operand.direct = operand.span->tensor();
     if (operand.block == 0) continue;
-    part.whole = part.whole && operand.direct.defined() && operand.direct.device() == device;
+    part.whole = part.whole && gradient.defined() && operand.direct.defined() &&
+                 operand.direct.device() == gradient.device();
   }
   part.whole = part.whole && direct == Direct::yes;
   for (auto& operand : part.operands) {

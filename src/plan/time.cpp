@@ -60,7 +60,9 @@ double update_away(const Choice& choice, const Widths& w, const Device& device, 
   const double gradients =
       choice.offload.gradients == config::Offload::none ? elements * w.accumulator : 0;
   const double link = host_seconds(device, gradients + elements * w.parameter);
-  const double disk = file ? 2 * elements * (w.master + w.moments) / device.file_rate : 0;
+  double read_written = file ? 2 * elements * (w.master + w.moments) : 0;
+  if (choice.offload.gradients == config::Offload::file) read_written += elements * w.accumulator;
+  const double disk = read_written / device.file_rate;
   return std::max({elements * each / device.host_update, link, disk});
 }
 
@@ -94,7 +96,12 @@ double transfers_beyond(const Choice& choice, const Widths& w, const Device& dev
   }
   if (choice.offload.gradients != config::Offload::none) {
     const double joined = choice.reduces_every ? elements / ranks : elements;
-    seconds += host_seconds(device, k * joined * w.accumulator);
+    const double bytes = joined * w.accumulator;
+    seconds += host_seconds(device, k * bytes);
+    if (choice.offload.gradients == config::Offload::file) {
+      // All but the first are added to what was there; ranks read their sums once more for norms.
+      seconds += (2 * k - 1 + (ranks > 1 ? 1 : 0)) * bytes / device.file_rate;
+    }
   }
   return beyond(seconds, compute);
 }
@@ -153,9 +160,11 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
       static_cast<double>(elements) / (split.optimizer ? static_cast<double>(ranks) : 1);
   const double each = 2.0 * (widths.moments + 4) + widths.accumulator + (widths.master ? 2 : 0);
   const auto& offload = choice.offload;
-  const double there = offload.optimizer == config::Offload::none
-                           ? 0
-                           : std::clamp(offload.optimizer_fraction, 0., 1.);
+  double there = std::clamp(offload.optimizer_fraction, 0., 1.);
+  // Sums on the host are read there, wherever the states are.
+  if (offload.optimizer == config::Offload::none) {
+    there = offload.gradients == config::Offload::none ? 0 : 1;
+  }
   t.update = (1 - there) * owned * each / device.memory_rate +
              update_away(choice, widths, device, there * owned, each);
   t.transfers = transfers_beyond(choice, widths, device, static_cast<double>(elements),

@@ -75,6 +75,7 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     refuse_hooks_that_cannot_run(table.entries()[i].name, parameters_[i]);
   }
+  std::vector<offload::SpanPtr> accumulators(flats_.size());
   int made = -1;  // the last unit that has its values
   for (int flat = 0; flat < static_cast<int>(flats_.size()); ++flat) {
     const int unit = table.flats()[static_cast<std::size_t>(flat)].unit;
@@ -83,8 +84,9 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
       AccountScope scope(ledger_, Account::staging);
       materialize(table.units()[static_cast<std::size_t>(++made)]);
     }
-    rehome(policy, places, flat);
+    rehome(policy, places, flat, accumulators[static_cast<std::size_t>(flat)]);
   }
+  accumulators_.emplace(std::move(accumulators), places.memory);
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
 }
 
@@ -129,7 +131,8 @@ void FlatStore::fill(offload::Span& span, int index, const at::Tensor& original,
   }
 }
 
-void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& places, int index) {
+void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& places, int index,
+                       offload::SpanPtr& accumulator) {
   at::NoGradGuard no_grad;
   const auto& layout = table_.flats()[static_cast<std::size_t>(index)];
   auto& tensors = flats_[static_cast<std::size_t>(index)];
@@ -180,8 +183,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& plac
     }
     AccountScope scope(ledger_, Account::gradients);
     const auto numel = shards_.splits_gradients() ? shards_.shard(index) : shards_.whole(index);
-    tensors.accumulator =
-        place(places.gradients, numel, policy.fp32_accumulation ? at::kFloat : kept)->tensor();
+    accumulator = place(places.gradients, numel, policy.fp32_accumulation ? at::kFloat : kept);
   }
   for (const int entry : layout.entries) {
     auto& parameter = parameters_[static_cast<std::size_t>(entry)];

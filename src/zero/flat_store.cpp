@@ -173,12 +173,14 @@ offload::SpanPtr FlatStore::optimized_values(int index) {
   return offload::resident(flat(index).values.narrow(0, range.begin, range.size()));
 }
 
-at::Tensor FlatStore::optimized_gradient(int index) {
-  return shards_.splits_optimizer() ? gradient_shard(index) : flat(index).accumulator;
+offload::SpanPtr FlatStore::optimized_gradient(int index) {
+  const auto& span = accumulators_->span(index);
+  if (!shards_.splits_optimizer() || !span->tensor().defined()) return span;  // in a file: all mine
+  return offload::resident(gradient_shard(index, Accumulators::Use::write));
 }
 
-at::Tensor FlatStore::gradient_shard(int index) {
-  const auto& accumulator = flat(index).accumulator;
+at::Tensor FlatStore::gradient_shard(int index, Accumulators::Use use) {
+  const auto accumulator = accumulators_->get(index, use);
   if (shards_.splits_gradients()) return accumulator;
   const auto range = shards_.mine(index);
   return accumulator.narrow(0, range.begin, range.size());
@@ -197,7 +199,8 @@ Event FlatStore::gather_values(int index) {
 }
 
 Event FlatStore::gather_gradient(int index) {
-  return ranks_.shard->all_gather(flat(index).accumulator, gradient_shard(index),
+  constexpr auto write = Accumulators::Use::write;
+  return ranks_.shard->all_gather(accumulators_->get(index, write), gradient_shard(index, write),
                                   join("gradient of ", label(index)));
 }
 
@@ -209,9 +212,11 @@ void FlatStore::write_gradient(int index, const at::Tensor& values) {
   const auto& parameter = parameters_[static_cast<std::size_t>(index)];
   const auto ordered = at::empty({entry.numel}, values.options());
   ordered.as_strided(parameter.sizes(), parameter.strides()).copy_(values);
-  optimized_gradient(entry.flat)
-      .narrow(0, range.begin - optimized.begin, range.size())
-      .copy_(ordered.narrow(0, range.begin - entry.offset, range.size()));
+  const auto part = ordered.narrow(0, range.begin - entry.offset, range.size());
+  const auto sums = shards_.splits_optimizer()
+                        ? gradient_shard(entry.flat, Accumulators::Use::write)
+                        : accumulators_->get(entry.flat, Accumulators::Use::write);
+  sums.narrow(0, range.begin - optimized.begin, range.size()).copy_(part);
 }
 
 void FlatStore::write_master(int index, const at::Tensor& values) {
@@ -269,9 +274,10 @@ at::Tensor FlatStore::whole_moment(int index, const at::Tensor& moment) {
   return shards_.splits_optimizer() ? gathered(moment, index, "moment") : moment;
 }
 at::Tensor FlatStore::whole_gradient(int index) {
-  if (!shards_.splits_optimizer()) return flat(index).accumulator;
+  constexpr auto read = Accumulators::Use::read;
+  if (!shards_.splits_optimizer()) return accumulators_->get(index, read);
   // Offloaded sums are on the host, the group is on the device.
-  return gathered(gradient_shard(index).to(flat(index).values.device()), index, "gradient");
+  return gathered(gradient_shard(index, read).to(flat(index).values.device()), index, "gradient");
 }
 
 }  // namespace poise::zero

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "poise/core.h"
 #include "poise/memory.h"
 #include "poise/offload.h"
+#include "zero/accumulators.h"
 #include "zero/shards.h"
 
 namespace poise::zero {
@@ -25,7 +27,6 @@ struct FlatTensors {
   offload::SpanPtr shard;   // [shard] this rank's part of the values, where they are sharded
   offload::SpanPtr master;  // [optimized] fp32; the values themselves where those are fp32; null
                             // if frozen
-  at::Tensor accumulator;   // [whole] or [shard], fp32 unless asked otherwise; undefined if frozen
   bool own_master = false;  // the master is memory of its own: values are a 16-bit copy
 };
 
@@ -36,6 +37,7 @@ void refuse_hooks_that_cannot_run(const std::string& name, const at::Tensor& par
 struct Places {
   std::vector<std::shared_ptr<offload::Store>> masters;  // by flat; null: the device
   std::shared_ptr<offload::Store> gradients, parameters;
+  offload::HostMemory* memory = nullptr;  // for what is worked on of sums in a file
 };
 
 class FlatStore {
@@ -56,11 +58,14 @@ class FlatStore {
   // The entry's piece of a whole flat, shaped and strided like the parameter.
   at::Tensor view_of(int entry, const at::Tensor& flat) const;
 
+  // Where gradients are summed: [whole] or [shard] of each flat, fp32 unless asked otherwise.
+  Accumulators& accumulators() { return *accumulators_; }
+
   // What the optimizer updates of a flat: its piece of the values and of the summed gradients.
   offload::SpanPtr optimized_values(int flat);
-  at::Tensor optimized_gradient(int flat);
-  // This rank's shard of the summed gradients.
-  at::Tensor gradient_shard(int flat);
+  offload::SpanPtr optimized_gradient(int flat);
+  // This rank's shard of the summed gradients; see Accumulators::get().
+  at::Tensor gradient_shard(int flat, Accumulators::Use use);
 
   // The values that all ranks updated, each its shard, become whole on every rank: submitted at
   // once, to be waited for.
@@ -102,7 +107,8 @@ class FlatStore {
   void refresh(int entry);
 
  private:
-  void rehome(const config::PrecisionPolicy& policy, const Places& places, int flat);
+  void rehome(const config::PrecisionPolicy& policy, const Places& places, int flat,
+              offload::SpanPtr& accumulator);
   void fill(offload::Span& span, int flat, const at::Tensor& original, Range range);
   const at::Tensor& given(int entry) const;
   void copy_parameters(int flat, const at::Tensor& target);
@@ -117,6 +123,7 @@ class FlatStore {
   const memory::Ledger& ledger_;
   const c10::Device device_;
   std::vector<FlatTensors> flats_;
+  std::optional<Accumulators> accumulators_;  // set once all flats are made
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> poisons_;  // by entry, where parameters are sharded
   std::vector<std::uint32_t> versions_;

@@ -20,6 +20,8 @@
 
 namespace poise::zero {
 
+using Use = Accumulators::Use;
+
 // What hooks share with their Gradients; hooks cannot be removed from an accumulator, so they look
 // here.
 struct Gradients::Shared {
@@ -67,13 +69,9 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
     memory::AccountScope scope(ledger, memory::Account::communication);
     replicas_.reserve_all_reduce(largest);
   }
-  // Where the accumulators are: on the host, where they are offloaded.
-  auto device = store.parameters().front().device();
-  for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
-    if (store.flat(flat).accumulator.defined()) device = store.flat(flat).accumulator.device();
-  }
-  squared_norms_ = at::zeros({static_cast<std::int64_t>(norm_valid_.size())},
-                             at::TensorOptions().dtype(at::kDouble).device(device));
+  squared_norms_ =
+      at::zeros({static_cast<std::int64_t>(norm_valid_.size())},
+                at::TensorOptions().dtype(at::kDouble).device(store.accumulators().device()));
   for (std::size_t i = 0; i < norm_valid_.size(); ++i) {
     if (!table.entries()[i].trainable) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(store.parameters()[i]);
@@ -180,7 +178,7 @@ double Gradients::squares_so_far() {
     const auto& layout = table_.flats()[static_cast<std::size_t>(f)];
     if (!layout.trainable) continue;
     const auto shard = shards_.mine(f);
-    const auto sum = joined ? store_.gradient_shard(f) : reducer_.pile_of(f).sum;
+    const auto sum = joined ? store_.gradient_shard(f, Use::read) : reducer_.pile_of(f).sum;
     std::vector<kernels::Piece> pieces;
     for (std::size_t i = 0; i < layout.entries.size(); ++i) {
       const auto& entry = table_.entries()[static_cast<std::size_t>(layout.entries[i])];
@@ -210,6 +208,7 @@ void Gradients::finish_window() {
   reducer_.zero_what_never_came();
   join_replicas();
   make_norms();
+  store_.accumulators().settle();
 }
 
 // What the ranks of a shard group have summed, each its shard, is summed with that of the other
@@ -222,8 +221,13 @@ void Gradients::join_replicas() {
     const auto& layout = table_.flats()[static_cast<std::size_t>(flat)];
     if (!layout.trainable || layout.numel == 0) continue;
     const auto& unit = table_.units()[static_cast<std::size_t>(layout.unit)];
-    events.push_back(replicas_.all_reduce(store_.gradient_shard(flat),
-                                          join("gradients of ", unit, " over replicas")));
+    const auto event = replicas_.all_reduce(store_.gradient_shard(flat, Use::write),
+                                            join("gradients of ", unit, " over replicas"));
+    if (store_.accumulators().away()) {  // the next one takes its room
+      following_.wait(event);
+    } else {
+      events.push_back(event);
+    }
   }
   for (const auto& event : events) following_.wait(event);
 }
@@ -261,7 +265,7 @@ void Gradients::make_norms_of(int flat, std::size_t begin, std::size_t end) {
   at::NoGradGuard no_grad;
   const auto& entries = table_.flats()[static_cast<std::size_t>(flat)].entries;
   const auto shard = shards_.mine(flat);
-  const auto sum = store_.gradient_shard(flat);
+  const auto sum = store_.gradient_shard(flat, Use::read);
   std::vector<kernels::Piece> pieces;
   for (std::size_t i = begin; i < end; ++i) {
     const auto& place = table_.entries()[static_cast<std::size_t>(entries[i])];
@@ -278,6 +282,7 @@ void Gradients::make_norms_of(int flat, std::size_t begin, std::size_t end) {
 void Gradients::start_window() {
   std::fill(norm_valid_.begin(), norm_valid_.end(), 0);
   replicas_joined_ = false;
+  store_.accumulators().forget();
   reducer_.start_window();
 }
 

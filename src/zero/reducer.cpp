@@ -66,7 +66,8 @@ Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards
     if (!layout(flat).trainable) continue;
     order_.push_back(flat);
     auto& made = state(flat);
-    made.window = {store.flat(flat).accumulator, std::vector<char>(entries.size())};
+    const auto& accumulator = store.accumulators().span(flat);
+    made.window = {accumulator->tensor(), std::vector<char>(entries.size())};
     made.came.resize(entries.size());
     largest = std::max(largest, shards.whole(flat) * std::int64_t{sizeof(float)});
   }
@@ -111,7 +112,11 @@ void Reducer::begin_micro_batch(bool joins) {
 
 Pile& Reducer::pile_of(int flat) {
   auto& s = state(flat);
-  if (!shards_.reduces_every_micro_batch() && !s.submitted) return s.window;
+  if (!shards_.reduces_every_micro_batch() && !s.submitted) {
+    auto& accumulators = store_.accumulators();
+    if (accumulators.away()) s.window.sum = accumulators.get(flat, Accumulators::Use::write);
+    return s.window;
+  }
   if (!s.transient.sum.defined()) {
     AccountScope scope(ledger_, Account::communication);
     s.transient.sum =
@@ -130,6 +135,17 @@ void Reducer::added(int entry) {
   if (joins_ && overlap_ && !shards_.splits_parameters() && state(flat).missing == 0) {
     submit_ready();
   }
+  if (group_.size() == 1 && state(flat).missing == 0) hand_back(flat);
+}
+
+// On one rank: sums that lie elsewhere go there once their micro-batch is in them, and those of the
+// unit whose backward most likely is next come.
+void Reducer::hand_back(int flat) {
+  auto& accumulators = store_.accumulators();
+  if (!accumulators.away()) return;
+  accumulators.put_back(flat);
+  const auto next = std::find(order_.begin(), order_.end(), flat) + 1;
+  if (next != order_.end()) accumulators.expect(*next);
 }
 
 bool Reducer::ready(int flat) { return state(flat).missing == 0 && !waits_for_end(flat); }
@@ -157,8 +173,8 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   auto mine = pile.sum.narrow(0, range.begin, range.size());
   bool adds = transient;
   if (transient && shards_.splits_gradients() && !s.shard_written) {  // the first of its window
-    const auto shard = store_.gradient_shard(flat);
-    if (shard.device() == mine.device()) {
+    const auto shard = store_.accumulators().span(flat)->tensor();
+    if (shard.defined() && shard.device() == mine.device()) {
       mine = shard;
       adds = false;
       s.shard_written = true;
@@ -176,6 +192,7 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   }
   s.submitted = true;
   if (transient) s.transient = {};
+  if (adds) store_.accumulators().expect(flat);
   flights_.push_back(std::move(flight));
 }
 
@@ -193,13 +210,14 @@ void Reducer::land(const Flight& flight) {
   if (!flight.adds) return;  // summed in place
   auto& s = state(flight.flat);
   const auto range = shards_.mine(flight.flat);
-  auto shard = store_.gradient_shard(flight.flat);
+  auto shard = store_.gradient_shard(flight.flat, Accumulators::Use::write);
   const bool add = !shards_.splits_gradients() || s.shard_written;
   const auto sum = flight.sum.narrow(0, range.begin, range.size()).to(shard.device());
   kernels::accumulate(launch_for(shard.device()),
                       add ? kernels::Accumulate::add : kernels::Accumulate::write,
                       shard.mutable_data_ptr<float>(), kernels::DType::f32, sum.const_data_ptr(),
                       range.size(), 1.0f, nullptr);
+  store_.accumulators().put_back(flight.flat);
   s.shard_written = true;
 }
 
@@ -273,8 +291,9 @@ void Reducer::zero_what_never_came() {
   if (group_.size() > 1) return;
   at::NoGradGuard no_grad;
   for (const int flat : order_) {
-    auto& pile = state(flat).window;
-    if (std::count(pile.arrived.begin(), pile.arrived.end(), 0) == 0) continue;
+    const auto& arrived = state(flat).window.arrived;
+    if (std::count(arrived.begin(), arrived.end(), 0) == 0) continue;
+    auto& pile = pile_of(flat);
     zero_gaps(table_, layout(flat), pile);
     std::fill(pile.arrived.begin(), pile.arrived.end(), 1);
   }

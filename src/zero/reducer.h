@@ -62,7 +62,9 @@ class Reducer {
 
  private:
   struct FlatState {
-    Pile window;                 // the accumulator; unused where every micro-batch is joined
+    // The accumulator; unused where every micro-batch is joined. Its sum is set where it is asked
+    // for if it comes and goes.
+    Pile window;
     Pile transient;              // this micro-batch's, made at its first gradient
     std::vector<char> came;      // in this micro-batch, by place
     int missing = 0;             // gradients of this micro-batch that have not come
@@ -81,6 +83,7 @@ class Reducer {
     return table_.flats()[static_cast<std::size_t>(flat)];
   }
   bool waits_for_end(int flat) const;
+  void hand_back(int flat);
   bool ready(int flat);
   void submit_ready();
   std::string late_note(const std::string& flats) const;

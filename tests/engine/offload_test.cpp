@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "engine/state_update.h"
+#include "support/scratch_descriptor.h"
 #include "support/temp_folder.h"
 #include "support/tiny_model.h"
 
@@ -123,11 +124,13 @@ TEST(Offload, AModelOfSeveralTimesTheBudgetTrainsInsideIt) {
   std::vector<double> losses;
   for (int i = 0; i < 4; ++i) losses.push_back(step(plain, plain_model, i).loss);
   const auto states = 18 * plain_model.numel();
-  for (const int times : {4, 8}) {
-    SCOPED_TRACE(times);
+  const std::pair<int, Offload> ways[] = {
+      {4, Offload::host}, {8, Offload::host}, {8, Offload::file}};
+  for (const auto& [times, gradients] : ways) {
+    SCOPED_TRACE(join(times, gradients == Offload::file ? ", gradients in a file" : ""));
     auto config = in_file(bf16(), folder);
     config.memory.budget_bytes = states / times;
-    config.offload.gradients = Offload::host;
+    config.offload.gradients = gradients;
     if (times == 8) config.offload.parameters = Offload::file;
     Stack model(16);
     Engine engine(model.view(), config);
@@ -136,6 +139,11 @@ TEST(Offload, AModelOfSeveralTimesTheBudgetTrainsInsideIt) {
       const auto result = step(engine, model, i);
       EXPECT_EQ(result.loss, losses[static_cast<std::size_t>(i)]);
       EXPECT_LE(result.peak_bytes, states / times);
+      if (gradients == Offload::file) {  // and the host holds a few units' sums, not all 16
+        EXPECT_EQ(result.file_bytes, states);
+        EXPECT_LE(result.host_bytes,
+                  config.offload.staging_bytes + 4 * 8192 + 3 * 4 * Stack::kWidth * Stack::kWidth);
+      }
     }
     const auto whole = engine.gathered();
     for (std::size_t i = 0; i < model.weights.size(); ++i) {
@@ -281,27 +289,12 @@ TEST(Offload, EditsReachMastersInTheFile) {
   }
 }
 
-// Some file of the folder by another descriptor, as somebody else would open it.
-int descriptor_of_scratch(const TempFolder& folder) {
-  for (int fd = 3; fd < 256; ++fd) {
-    char target[512];
-    const auto length = readlink(join("/proc/self/fd/", fd).c_str(), target, sizeof target - 1);
-    if (length <= 0) continue;
-    target[length] = 0;
-    if (std::string(target).find("(deleted)") != std::string::npos &&
-        std::string(target).find(folder.path()) != std::string::npos) {
-      return fd;
-    }
-  }
-  return -1;
-}
-
 TEST(Offload, AFileCutBetweenUpdatesEndsTheTrainingWithItsReason) {
   TempFolder folder;
   Stack model;
   Engine engine(model.view(), in_file(bf16(), folder));
   step(engine, model, 0);
-  const int scratch = descriptor_of_scratch(folder);
+  const int scratch = testing::scratch_descriptor(folder.path());
   ASSERT_GE(scratch, 0);
   ASSERT_EQ(ftruncate(scratch, 100000), 0);
   const auto first = message_of([&] { step(engine, model, 1); });

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "support/temp_folder.h"
 #include "zero/mesh.h"
 #include "zero/training.h"
 
@@ -63,6 +64,46 @@ INSTANTIATE_TEST_SUITE_P(Stages, Hybrid,
                                             ::testing::Values(std::vector<std::size_t>{2, 2, 2, 2},
                                                               std::vector<std::size_t>{3, 2, 0,
                                                                                        1})));
+
+// Sums in files go to the other shard group when the window is complete, one after the other.
+TEST(HybridOffload, GradientsInFilesGiveTheBitsOfTheDevice) {
+  testing::TempFolder folder;
+  std::vector<test::Values> ended[2];
+  for (const bool file : {false, true}) {
+    Mesh mesh;
+    ended[file].resize(4);
+    Stream::set_test_delay(7, file ? 100 : 0);
+    testing::on_ranks(4, [&](std::shared_ptr<comm::Group> all) {
+      at::set_num_threads(1);
+      GridModel model;
+      Config config;
+      config.optimizer = test::adamw();
+      config.zero.stage = 2;
+      if (file) {
+        config.offload.gradients = config::Offload::file;
+        config.offload.directory = folder.path();
+        config.offload.block_bytes = 4096;
+        config.offload.staging_bytes = 16 * 4096;
+      }
+      Engine engine(model.view(), config, mesh.of(all));
+      model.bind(engine);
+      for (int update = 0; update < 3; ++update) {
+        const auto windows = test::equal_windows(8);
+        test::Training run;
+        run.ranks = 4;
+        const auto share = test::share_of(run, windows(update), all->rank());
+        engine.step(share, [&](const at::Tensor& b) {
+          return Loss::sum(model.loss_sum(b), test::counted(b));
+        });
+      }
+      ended[file][static_cast<std::size_t>(all->rank())] = test::values_of(engine, model);
+    });
+    Stream::set_test_delay(0, 0);
+  }
+  for (std::size_t rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(test::first_difference(ended[0][rank], ended[1][rank]), "") << rank;
+  }
+}
 
 // Bytes are split by the pair, not by the world.
 TEST(HybridCost, ShardsOfThePair) {
