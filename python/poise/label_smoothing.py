@@ -36,3 +36,17 @@ class LabelSmoothing:
         alike = -(logs.mean(dim=-1) * counted).sum()
         total = (1 - self._factor) * nll + self._factor * alike
         return Loss(total, count_targets(labels), kind="sum")
+
+
+class LabelSmoother:
+    """The same as transformers' object of that name: called with whether labels are to be shifted, it gives
+    the mean."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, **_: Any
+    ) -> torch.Tensor:
+        loss = LabelSmoothing(self._factor, shift_labels)(outputs, labels)
+        return loss.value / loss.count

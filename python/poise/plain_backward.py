@@ -1,70 +1,114 @@
-"""loss.backward() in a loop over a wrapped model: of a loss that the loop computed from the model's outputs it
-is model.backward(loss).
+"""loss.backward() in a loop over a wrapped model, and in a Trainer's training_step: of a loss that was computed
+from the model's outputs it is model.backward(loss), or the step's.
 
-Outputs leave a mark in autograd's graph. torch.autograd.backward, which every Tensor.backward() calls, is
-replaced by one that looks for marks below the loss.
+Outputs of a wrapped model leave a mark in autograd's graph. torch.autograd.backward, which every
+Tensor.backward() calls, is replaced by one that looks below the loss for marks, and for parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from poise._C import Error
 from poise._tensors import tensors_in
-from poise.engine import engine_of
-
-if TYPE_CHECKING:
-    from poise.wrapped_model import WrappedModel
+from poise.engine import Engine, engine_of
 
 logger = logging.getLogger("poise")
 
 _MARK = "poise.wrapped_model"  # in the metadata of a node
-_torchs = torch.autograd.backward
-_models: weakref.WeakSet[WrappedModel] = weakref.WeakSet()
 
 
-def watch(model: WrappedModel) -> None:
-    """From now on backward() of a loss below which the model is goes to model.backward()."""
-    _models.add(model)
-    torch.autograd.backward = _backward
+class Taker(Protocol):
+    """Who makes an engine's micro-batch of a loss.
+
+    Attributes:
+      engine: its parameters are the model's.
+      room: what its errors begin with.
+      takes_unmarked: whether it takes what reaches those parameters without a mark.
+    """
+
+    engine: Engine | None
+    room: str
+    takes_unmarked: bool
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def notice_division(self, loss: torch.Tensor) -> None: ...
 
 
-def mark(outputs: Any, model: WrappedModel) -> None:
+def watch(taker: Taker) -> None:
+    """From now on backward() of a loss below which the taker's model is goes to taker.backward()."""
+    _installed().takers.add(taker)
+
+
+@contextlib.contextmanager
+def taken_by(taker: Taker) -> Iterator[None]:
+    """The same for a while."""
+    takers = _installed().takers
+    takers.add(taker)
+    try:
+        yield
+    finally:
+        takers.discard(taker)
+
+
+def mark(outputs: Any, taker: Taker) -> None:
     """What a loss is computed from."""
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[_MARK] = weakref.ref(model)
+            tensor.grad_fn.metadata[_MARK] = weakref.ref(taker)
 
 
-@functools.wraps(_torchs)
-def _backward(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    model = _model_below(tensors)
-    if model is None:
-        _torchs(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-        return
-    alone = tensors if isinstance(tensors, torch.Tensor) else [*tensors][0]
-    several = alone is not tensors and len(tensors) > 1
-    gradients = [g for g in (grad_tensors, grad_variables) if not _is_none(g)]
-    if several or gradients or create_graph or retain_graph or inputs is not None:
-        raise Error(
-            "[loop] backward() with gradient, retain_graph, create_graph, inputs or several losses: a "
-            "micro-batch has one loss and one plain backward; add the losses up"
-        )
-    _warn_of_division(alone, model)
-    model.backward(alone)
+def _installed() -> PlainBackward:
+    """The one in torch.autograd.backward; put there, around what is there, where it is not yet."""
+    there = torch.autograd.backward
+    if not isinstance(there, PlainBackward):
+        torch.autograd.backward = there = PlainBackward(there)
+    return there
+
+
+class PlainBackward:
+    """Stands in for torch.autograd.backward.
+
+    Attributes:
+      takers: whose losses are not torch's own; they go with their owners.
+    """
+
+    def __init__(self, torchs: Callable[..., None]) -> None:
+        self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
+        self._torchs = torchs
+        functools.update_wrapper(self, torchs)
+
+    def __call__(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        taker = _taker_of(tensors, list(self.takers))
+        if taker is None:
+            self._torchs(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        alone = tensors if isinstance(tensors, torch.Tensor) else [*tensors][0]
+        several = alone is not tensors and len(tensors) > 1
+        gradients = [g for g in (grad_tensors, grad_variables) if not _is_none(g)]
+        if several or gradients or create_graph or retain_graph or inputs is not None:
+            raise Error(
+                f"[{taker.room}] backward() with gradient, retain_graph, create_graph, inputs or several "
+                "losses: a micro-batch has one loss and one plain backward; add the losses up"
+            )
+        taker.notice_division(alone)
+        taker.backward(alone)
 
 
 def _is_none(gradients: Any) -> bool:
@@ -73,22 +117,26 @@ def _is_none(gradients: Any) -> bool:
     )
 
 
-def _model_below(tensors: Any) -> WrappedModel | None:
+def _taker_of(tensors: Any, takers: list[Taker]) -> Taker | None:
     """Whose backward it is; None: torch's own. Raises Error where it is none that can be told."""
-    if not _models or torch._C._current_graph_task_id() != -1:  # within a backward: a recomputation
+    if not takers or torch._C._current_graph_task_id() != -1:  # within a backward: a recomputation
         return None
-    engines = {id(model.engine) for model in _models}
-    found: dict[int, WrappedModel] = {}
+    of_engines = {id(taker.engine): taker for taker in takers if taker.engine is not None}
+    found: dict[int, Taker] = {}
     reached = None
     for node in _nodes([tensors] if isinstance(tensors, torch.Tensor) else tensors):
         marked = node.metadata.get(_MARK)
-        model = None if marked is None else marked()
-        if model is not None:
-            found[id(model)] = model
-            if len(engines) == 1:
+        taker = None if marked is None else marked()
+        if taker is None and hasattr(node, "variable"):
+            owner = of_engines.get(id(engine_of(node.variable)))
+            if owner is not None and owner.takes_unmarked:
+                taker = owner
+            elif owner is not None:
+                reached = node.variable
+        if taker is not None:
+            found[id(taker)] = taker
+            if len(of_engines) == 1:
                 break
-        elif hasattr(node, "variable") and id(engine_of(node.variable)) in engines:
-            reached = node.variable
     if len(found) > 1:
         raise Error(
             f"[loop] backward() of a loss that comes from {len(found)} wrapped models; say whose update it "
@@ -115,17 +163,13 @@ def _nodes(tensors: Any) -> Iterator[Any]:
         seen.update(level)
 
 
-def _warn_of_division(loss: torch.Tensor, model: WrappedModel) -> None:
-    """Plain loops divide by the accumulation, which the engine does, by counts."""
-    steps, node = model.engine.accumulation, loss.grad_fn
-    divisor = getattr(node, "_saved_other", None) if node.name() == "DivBackward0" else None
-    if steps > 1 and divisor is not None and divisor.numel() == 1 and float(divisor) == steps:
-        if not model.__dict__.setdefault("_division_was_told", False):
-            logger.warning(
-                "[loop] the loss is divided by %d, as many micro-batches as a window has: the mean over the "
-                "window is made by the update, so that gradients are %d times too small; leave the "
-                "division out",
-                steps,
-                steps,
-            )
-            model._division_was_told = True
+def divisor_of(loss: torch.Tensor) -> float | None:
+    """What number the loss was divided by last: loss / n, or loss * (1 / n); None: it was not."""
+    node = loss.grad_fn
+    name = "" if node is None else node.name()
+    if name not in ("DivBackward0", "MulBackward0"):
+        return None
+    other = getattr(node, "_saved_other", None)
+    if other is None or other.dim() > 0 or other.device.type != "cpu" or float(other) == 0:
+        return None
+    return float(other) if name == "DivBackward0" else round(1 / float(other), 9)

@@ -47,6 +47,7 @@ from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
 from poise.model_call import ModelCall
+from poise.own_step import OwnStep
 from poise.placement import Placement
 from poise.prediction import EvalPrediction
 from poise.profiling import Profiling
@@ -153,10 +154,10 @@ class Trainer(TrainerEvaluation):
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
         self._halving: trainer_balance.Halving | None = None
-        self._forward_of_step = contextlib.ExitStack()
+        self._step = OwnStep(type(self).__name__, self._overrides("training_step"))
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
-        self.accelerator = AcceleratorView(self._group, self._device, self._backward)
+        self.accelerator = AcceleratorView(self._group, self._device, self._step)
         self._event("on_init_end")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
@@ -405,6 +406,7 @@ class Trainer(TrainerEvaluation):
 
         def run(batches: list[Any]) -> StepResult | None:
             if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
+                self._step.begin_window(len(batches), self.args.accumulation)
                 return hand_update.step(
                     self.engine,
                     batches,
@@ -506,16 +508,10 @@ class Trainer(TrainerEvaluation):
 
     def _training_step(self, batch: Any) -> torch.Tensor:
         batch = self._on_device(batch)
-        self._backward_count = self._call.count(batch)
-        with self._forward_of_step:  # up to its backward: whatever a subclass runs is a forward
-            if self._overrides("training_step"):
-                self._forward_of_step.enter_context(self.engine.forward_scope())
-            return self.training_step(self.model, batch, self._backward_count)
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        """accelerator.backward of a subclass's training_step."""
-        self._forward_of_step.close()
-        self.engine.backward(loss, tokens=self._backward_count)
+        count = self._call.count(batch)
+        return self._step.run(
+            self.engine, lambda: self.training_step(self.model, batch, count), count
+        )
 
     def _forward_scope(self) -> contextlib.AbstractContextManager:
         """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""

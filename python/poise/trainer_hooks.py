@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from poise import trackers, trainer_data, trainer_optimizer, wrong_batch
 from poise._C import Error
+from poise.label_smoothing import LabelSmoother
 from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
 from poise.trainer_saving import STATE_FILE, whole_copies, write_model
@@ -27,7 +28,28 @@ class TrainerHooks:
     Overridden methods are used as transformers uses them; without one the engine takes shorter ways.
     """
 
-    # One micro-batch.
+    # One micro-batch. What a copy of transformers' compute_loss or training_step reads besides:
+
+    model_accepts_loss_kwargs = False  # a loss is its micro-batch's mean, by the labels in it
+    loss_is_scaled_for_ga = None
+    current_gradient_accumulation_steps = 1  # a loss is to be divided by: the engine makes the mean
+    use_apex = is_deepspeed_enabled = is_fsdp_enabled = False
+
+    @property
+    def compute_loss_func(self) -> Any:
+        """The given one; a subclass may set another."""
+        return self._compute_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Any) -> None:
+        self._compute_loss_func = function
+        self._take(self.model)
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """Where label_smoothing_factor asks for it."""
+        factor = self.args.label_smoothing_factor
+        return LabelSmoother(factor) if factor > 0 else None
 
     def compute_loss(
         self,
@@ -50,10 +72,10 @@ class TrainerHooks:
         self, model: nn.Module, inputs: Any, num_items_in_batch: Count = None
     ) -> torch.Tensor:
         """Forward and backward of a micro-batch; its loss, without gradient."""
-        self._forward_of_step.close()  # that of a subclass which calls this
+        self._step.leave_forward()  # that of a subclass which calls this
         with self.engine.forward_scope():
             loss = self._run_log.utilization.around(self._loss)(inputs)
-        self.engine.backward(loss)
+        self._step.backward(loss)
         return loss.value.detach()
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
@@ -65,6 +87,10 @@ class TrainerHooks:
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this rank's device, where a training_step gets it already."""
         return trainer_data.to_device(inputs, self._device)
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+        """Ranks are data-parallel: a batch is whole on each."""
+        return contextlib.nullcontext, inputs
 
     # Data.
 

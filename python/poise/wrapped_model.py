@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from poise.loss import Count, as_loss
 from poise.marked_loader import MarkedLoader
 from poise.model_call import ModelCall
 from poise.torch_optimizer import HandedOver
+
+logger = logging.getLogger("poise")
 
 
 class WrappedModel:
@@ -36,6 +39,8 @@ class WrappedModel:
       last_result: StepResult of the last update, None before the first.
     """
 
+    room, takes_unmarked = "loop", False  # of plain_backward
+
     def __init__(
         self,
         engine: Engine,
@@ -52,6 +57,7 @@ class WrappedModel:
         self._counts = ModelCall(engine.model)
         self._forward_count: Count = None
         self._syncs = True
+        self._division_was_told = False
         self._widens = settings_of(engine.config)["precision"]["dtype"] != "fp32"
         plain_backward.watch(self)
 
@@ -215,6 +221,19 @@ class WrappedModel:
         if batch is None or labels is None or labels.is_floating_point() or labels.dim() == 0:
             return None if batch is None else self._counts.count(batch)
         return count_targets(labels)  # the loop's own loss: nothing is shifted inside the model
+
+    def notice_division(self, loss: torch.Tensor) -> None:
+        """Plain loops divide by the accumulation, which the engine does, by counts."""
+        steps = self.engine.accumulation
+        if steps > 1 and plain_backward.divisor_of(loss) == steps and not self._division_was_told:
+            logger.warning(
+                "[loop] the loss is divided by %d, as many micro-batches as a window has: the mean over the "
+                "window is made by the update, so that gradients are %d times too small; leave the "
+                "division out",
+                steps,
+                steps,
+            )
+            self._division_was_told = True
 
     def _new_epoch(self) -> None:
         """A pass that was left before its end leaves no part of a window behind."""
