@@ -193,7 +193,8 @@ TABLE: tuple[Field, ...] = (
         ("log_level", "passive"),
     ),
     *_mapped(
-        "tensorboard or wandb, where installed; for another service give its own callback in callbacks=",
+        "tensorboard, wandb and comet_ml, where installed; every other service of transformers by its own "
+        "callback, where both are; all: what is installed; one that is not there is an error",
         "report_to",
     ),
     *_mapped("of TensorBoard's files; None: output_dir/runs", "logging_dir"),

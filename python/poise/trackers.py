@@ -1,31 +1,20 @@
-"""Where a Trainer's lines go besides metrics.jsonl: TensorBoard, wandb, or anything that has
-`log(dict, step=)`."""
+"""Where a Trainer's lines go besides metrics.jsonl: TensorBoard, wandb, Comet, or anything that has
+`log(dict, step=)`. What report_to asks for: poise.report_to."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from poise._C import Error
 from poise.callbacks import TrainerCallback, made
 
-if TYPE_CHECKING:
-    from poise.training_arguments import TrainingArguments
-
 logger = logging.getLogger("poise")
-
-OURS = ("tensorboard", "wandb")
-# Of transformers: each has a callback of its own, which callbacks= takes.
-OTHERS = (
-    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
-    "neptune", "swanlab", "trackio",
-)  # fmt: skip
 
 
 class Tracker(TrainerCallback):
@@ -44,7 +33,11 @@ class Tracker(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **details) -> None:
         if state.is_world_process_zero and (numbers := numbers_of(logs or {})):
+            self._begin(args, state)
             self.run.log(numbers, step=state.global_step)
+
+    def _begin(self, args: Any, state: Any) -> None:
+        """Makes what to log to, on the first rank, where there is none yet."""
 
 
 class TensorBoard(Tracker):
@@ -63,21 +56,28 @@ class TensorBoard(Tracker):
         _writer_class("report_to tensorboard")  # now, not when a run has begun
 
     def on_train_begin(self, args, state, control, **details) -> None:
-        if not state.is_world_process_zero:
-            return
-        folder = self._folder or getattr(args, "logging_dir", None)
-        folder = folder or os.environ.get("TENSORBOARD_LOGGING_DIR")
-        folder = Path(folder) if folder else Path(args.output_dir) / "runs"
-        self.run = EventFiles(folder, state.global_step + 1)
+        self.on_train_end(args, state, control)  # of one that an error ended
+        if state.is_world_process_zero:
+            self._begin(args, state)
 
     def on_log(self, args, state, control, logs=None, **details) -> None:
-        if self.run is not None:
-            super().on_log(args, state, control, logs, **details)
+        in_train = self.run is not None
+        super().on_log(args, state, control, logs, **details)
+        if not in_train:  # evaluate() alone
+            self.on_train_end(args, state, control)
 
     def on_train_end(self, args, state, control, **details) -> None:
         if self.run is not None:
             self.run.close()
             self.run = None
+
+    def _begin(self, args: Any, state: Any) -> None:
+        if self.run is not None:
+            return
+        folder = self._folder or getattr(args, "logging_dir", None)
+        folder = folder or os.environ.get("TENSORBOARD_LOGGING_DIR")
+        folder = Path(folder) if folder else Path(args.output_dir) / "runs"
+        self.run = EventFiles(folder, state.global_step + 1)
 
 
 class Wandb(Tracker):
@@ -92,9 +92,12 @@ class Wandb(Tracker):
         self._module = imported("wandb", "wandb", "report_to wandb")
 
     def on_train_begin(self, args, state, control, **details) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.run = self._module.run
+        if state.is_world_process_zero:
+            self.run = None  # the one that is open now
+            self._begin(args, state)
+
+    def _begin(self, args: Any, state: Any) -> None:
+        self.run = self.run or self._module.run
         if self.run is None:
             project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", None)
             self.run = self._module.init(
@@ -102,6 +105,47 @@ class Wandb(Tracker):
                 name=getattr(args, "run_name", None),
                 config=args.to_sanitized_dict(),
             )
+
+
+class Comet(Tracker):
+    """Lines go to the experiment of the module comet_ml that is running, else to one begun here.
+
+    The environment says which, as it does to transformers: COMET_MODE (get, create, get_or_create),
+    COMET_EXPERIMENT_KEY, COMET_PROJECT_NAME; its name is run_name. It stays open.
+    """
+
+    MODES = ("get", "create", "get_or_create")
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._module = imported("comet_ml", "comet_ml", "report_to comet_ml")
+        mode = os.environ.get("COMET_MODE", "").lower()
+        if mode and mode not in self.MODES:
+            raise Error(
+                f"[trainer] COMET_MODE is {mode!r}; set it to {', '.join(self.MODES)}, or take it away"
+            )
+        self._mode = mode or None
+
+    def on_train_begin(self, args, state, control, **details) -> None:
+        if state.is_world_process_zero:
+            self._begin(args, state)
+
+    def _begin(self, args: Any, state: Any) -> None:
+        if self.run is None:
+            named = self._module.ExperimentConfig(name=getattr(args, "run_name", None))
+            experiment = self._module.start(mode=self._mode, experiment_config=named)
+            experiment.log_parameters(args.to_sanitized_dict())
+            self.run = _Experiment(experiment)
+
+
+class _Experiment:
+    """Comet's as a thing to log to."""
+
+    def __init__(self, experiment: Any) -> None:
+        self._experiment = experiment
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._experiment.log_metrics(numbers, step=step)
 
 
 class EventFiles:
@@ -130,26 +174,6 @@ class EventFiles:
         self.writer.close()
 
 
-def of_arguments(args: TrainingArguments) -> list[Tracker]:
-    """Those that report_to asks for; raises Error where one is not installed."""
-    asked = args.report_to
-    names = [asked] if isinstance(asked, str) else list(asked or ())
-    names = [name for name in names if name != "none"]
-    if "all" in names:
-        names = [name for name in OURS if importlib.util.find_spec(name) is not None]
-    for name in names:
-        if name not in (*OURS, *OTHERS):
-            nearest = difflib.get_close_matches(name, [*OURS, *OTHERS, "none", "all"], 1, 0.0)[0]
-            raise Error(f"[trainer] report_to has {name!r}; did you mean {nearest}?")
-        if name in OTHERS:
-            logger.warning(
-                "[trainer] report_to %s is not started: give the service's own callback in callbacks=",
-                name,
-            )
-    makers = {"tensorboard": TensorBoard, "wandb": Wandb}
-    return [makers[name]() for name in OURS if name in names]
-
-
 def listener(callback: Any) -> Any:
     """A callback of a class, or the object as it is; what can only log is made a Tracker."""
     one = made(callback)
@@ -160,16 +184,17 @@ def listener(callback: Any) -> Any:
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line by the names of dashboards."""
     found = {}
-    for name, value in _flat(line):
+    for name, value in flat(line):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
             found[_shown_name(name)] = value
     return found
 
 
-def _flat(line: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+def flat(line: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
+    """A line's entries, those of a dictionary in it by names with a slash."""
     for name, value in line.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}/")
+            yield from flat(value, f"{before}{name}/")
         else:
             yield f"{before}{name}", value
 

@@ -25,6 +25,7 @@ from poise import (
     placement,
     process_settings,
     ranks,
+    report_to,
     torch_optimizer,
     trackers,
     trainer_balance,
@@ -142,7 +143,7 @@ class Trainer(TrainerEvaluation):
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.callbacks = trackers.of_arguments(self.args)
+        self.callbacks = report_to.listeners(self.args)
         self.callbacks += [trackers.listener(one) for one in callbacks or []]
         self.state, self.control = TrainerState(), TrainerControl()
         self._run_log: RunLog | None = None  # of the run that is going on

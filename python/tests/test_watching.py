@@ -3,15 +3,13 @@
 import json
 import logging
 import math
-import sys
-import types
 
 import poise
 import pytest
 import torch
 import transformers
 from hf_models import LENGTH, VOCABULARY, causal_rows, made
-from poise import trackers, utilization
+from poise import utilization
 from poise.spikes import LEAST, Spikes
 from test_hf_trainer import arguments, without_strategy
 from test_trainer import Rows, all_lines_of, lines_of
@@ -101,27 +99,6 @@ def test_what_can_log_gets_every_line(tmp_path):
     assert all(isinstance(v, (int, float)) for _, line in service.seen for v in line.values())
 
 
-def test_report_to_wandb_uses_its_module(tmp_path, monkeypatch):
-    module, begun = types.ModuleType("wandb"), []
-    module.run = None
-
-    def init(**given):
-        begun.append(given)
-        module.run = Service()
-        return module.run
-
-    module.init = init
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    trained(tmp_path, report_to=["wandb"], run_name="mine", project="ours")
-    (given,) = begun
-    assert given["name"] == "mine" and given["project"] == "ours"
-    assert given["config"]["learning_rate"] == 1e-2
-    assert [step for step, _ in module.run.seen] == [1, 2, 2]
-    trained(tmp_path, report_to="wandb")  # the open run is used
-    assert len(begun) == 1 and len(module.run.seen) == 6
-
-
 def scalars(folder):
     """{name: [(step, value), ...]} of event files, as TensorBoard reads them."""
     event_accumulator = pytest.importorskip(
@@ -173,23 +150,6 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     steps = [step for step, _ in scalars(tmp_path / "events")["train/loss"]]
     assert steps == [1, 2, 3, 4]
-
-
-def test_a_service_that_is_not_there_is_an_error_that_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(poise.Error, match="report_to wandb.*pip install wandb"):
-        poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to="wandb"))
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(poise.Error, match="report_to tensorboard.*pip install tensorboard"):
-        poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to="tensorboard"))
-    poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to="all"))  # all that are there: none
-
-
-def test_other_services_are_told_of_and_wrong_names_too(tmp_path, caplog):
-    poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to=["mlflow"]))
-    assert "report_to mlflow is not started: give the service's own callback" in caplog.text
-    with pytest.raises(poise.Error, match="'tensorbord'; did you mean tensorboard"):
-        poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to="tensorbord"))
 
 
 # Spikes.
