@@ -252,6 +252,7 @@ class Trainer(TrainerEvaluation):
             return self.get_train_dataloader()
         if self.train_dataset is None:
             raise Error("[trainer] there is no train_dataset; give one to poise.Trainer")
+        trainer_data.check_train(self.train_dataset)
         return self.train_dataset
 
     def _collate(self) -> Callable:

@@ -34,6 +34,7 @@ def train_windows(
         _say_what_ranks_read(dataset, args)
     if isinstance(dataset, DataLoader):
         return WindowIterator(dataset, **order)
+    dataset = _of_this_rank(dataset, args)
     if not isinstance(dataset, IterableDataset):
         _check_size(dataset)
         order["shuffle"] = args.train_sampling_strategy == "random"
@@ -61,6 +62,33 @@ def splits_over(dataset: Any, args: TrainingArguments) -> int:
     )
 
 
+def check_train(dataset: Any) -> None:
+    """Raises Error where it is several datasets, as load_dataset() gives them."""
+    if isinstance(dataset, Mapping):
+        names = list(map(str, dataset))
+        first = "train" if "train" in names else next(iter(names), "name")
+        raise Error(
+            f"[trainer] train_dataset is a {type(dataset).__name__} of {', '.join(names) or 'nothing'}; give "
+            f'one of them, for example dataset["{first}"]'
+        )
+
+
+def _is_undivided_stream(data: Any) -> bool:
+    """Whether it is a stream of the package datasets that reads everything on every rank."""
+    theirs = type(data).__module__.partition(".")[0] == "datasets"
+    return theirs and getattr(data, "_distributed", None) is None
+
+
+def _of_this_rank(dataset: Any, args: TrainingArguments) -> Any:
+    if args.world_size == 1 or not isinstance(dataset, IterableDataset):
+        return dataset
+    if not _is_undivided_stream(dataset):
+        return dataset
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(dataset, rank=args.process_index, world_size=args.world_size)
+
+
 def _say_what_ranks_read(dataset: Any, args: TrainingArguments) -> None:
     data = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     if isinstance(data, IterableDataset):
@@ -69,6 +97,8 @@ def _say_what_ranks_read(dataset: Any, args: TrainingArguments) -> None:
                 f"[trainer] eval_strategy epoch on {args.world_size} ranks that each read "
                 f"{type(data).__name__} by themselves: their epochs need not end together; use steps"
             )
+        if data is dataset and _is_undivided_stream(data):
+            return
         logger.warning(
             "[trainer] every rank reads %s by itself: it must give each rank other samples "
             "(torch.distributed.get_rank() tells)",
