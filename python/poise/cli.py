@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 # Command -> (module whose main(arguments) runs it, sentence of the help). Everything else is the
 # C++ command line's, except `train` with a model of Python.
@@ -19,14 +21,41 @@ _HELP = ("-h", "--help")
 _COLUMN = 30  # where sentences begin in the C++ command line's help
 
 
+READER_GONE = 141  # as a shell says it of a program that SIGPIPE has ended
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; an Error becomes one line on standard error."""
+    """Runs one command and returns its exit status; an Error becomes one line on standard error. Where
+    nobody reads standard output any more (`poise bench | head`) the command ends without a word."""
+    try:
+        try:
+            return _status(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read(sys.stdout):
+            raise  # another pipe than that
+        # Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+
+
+def _is_read(stream: TextIO) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), select.POLLOUT)
+    except OSError:  # no file: it is kept in memory
+        return True
+    return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _status(arguments: list[str]) -> int:
     import torch
 
     from poise import Error
 
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return _run(arguments)
     except (Error, torch.OutOfMemoryError) as error:
         sys.stdout.flush()
         print(f"poise: error: {error}", file=sys.stderr)

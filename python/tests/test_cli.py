@@ -62,6 +62,39 @@ def test_help_keeps_its_order_in_a_pipe() -> None:
     assert run("train", "--help").stdout.rstrip().endswith("trains a model of Python.")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "bench --help",
+        "report --help",
+        "train --help",
+        "config --reference",
+        "doctor --help",
+    ],
+)
+def test_a_command_whose_reader_has_gone_ends_without_a_word(arguments: str) -> None:
+    command = [sys.executable, "-m", "poise", *arguments.split()]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE}
+    ends = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **ends) as process:
+        process.stdout.close()
+        process.stdout = None
+        assert process.communicate(timeout=300)[1] == ""
+    assert process.returncode in (0, cli.READER_GONE)
+
+
+def test_another_pipe_that_broke_is_no_reader_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(_: object) -> int:
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(cli, "_run", breaks)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        cli.main(["bench"])
+
+
 def test_the_run_file_of_first_run_trains_as_printed(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
     run_file = json.loads(re.search(r"```json\n(.*?)```", text, re.S).group(1))
