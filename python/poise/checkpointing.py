@@ -130,8 +130,9 @@ def apply(
             raise Error(
                 f"[checkpointing] module is recomputed already: {name}; remove() that first"
             )
+    warned: set[str] = set()
     for module in chosen.values():
-        setattr(module, _place(module), _Recomputed(module, selective=policy == "selective"))
+        setattr(module, _place(module), _Recomputed(module, policy == "selective", warned))
     return Handle(chosen)
 
 
@@ -192,16 +193,21 @@ def _place(module: nn.Module) -> str:
 
 
 class _Recomputed:
-    """Stands in for a module's forward. Copied with the module, it belongs to the copy."""
+    """Stands in for a module's forward. Copied with the module, it belongs to the copy.
 
-    def __init__(self, module: nn.Module, selective: bool) -> None:
+    Args:
+      warned: classes of blocks that were warned of; all blocks of an apply() have the same one.
+    """
+
+    def __init__(self, module: nn.Module, selective: bool, warned: set[str]) -> None:
         self.module = module
         self.selective = selective
+        self._warned = warned
         self.own = module.__dict__.get(_place(module))  # None: the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _warn_of_compiling(type(self.module).__name__)
+            self._warn_of_compiling()
         return self._run(*args, **kwargs)
 
     # A compiler around it would move what is saved out of the region.
@@ -209,6 +215,18 @@ class _Recomputed:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         run = _recompute_selectively if self.selective else _recompute
         return run(self._forward, args, kwargs, self._statistics())
+
+    @torch.compiler.disable
+    def _warn_of_compiling(self) -> None:
+        kind = type(self.module).__name__
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        logger.warning(
+            "[checkpointing] recomputed blocks (%s) run uncompiled inside what was compiled around them; "
+            "compile the blocks themselves, before their engine is made (said once)",
+            kind,
+        )
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own is not None:
@@ -218,21 +236,6 @@ class _Recomputed:
     def _statistics(self) -> list[torch.Tensor]:
         norm = nn.modules.batchnorm._NormBase  # batch norms and instance norms
         return [b for m in self.module.modules() if isinstance(m, norm) for b in m.buffers(False)]
-
-
-_warned: set[str] = set()  # classes of blocks
-
-
-@torch.compiler.disable
-def _warn_of_compiling(kind: str) -> None:
-    if kind in _warned:
-        return
-    _warned.add(kind)
-    logger.warning(
-        "[checkpointing] recomputed blocks (%s) run uncompiled inside what was compiled around them; "
-        "compile the blocks themselves, before their engine is made (said once)",
-        kind,
-    )
 
 
 def _recompute_selectively(

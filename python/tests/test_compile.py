@@ -96,10 +96,7 @@ def test_compiled_blocks_are_recomputed_as_compiled(compiled, backend, policy):
 
 @pytest.mark.parametrize("policy", ["every_n", "selective"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_blocks_that_run_uncompiled_since_compiling_came_later_are_told(
-    whole, policy, caplog, monkeypatch
-):
-    monkeypatch.setattr(checkpointing, "_warned", set())
+def test_blocks_that_run_uncompiled_since_compiling_came_later_are_told(whole, policy, caplog):
     plain, model, counting = tiny(), tiny(), Counting("aot_eager")
     engine = poise.Engine(model, settings(Recipe(), checkpointing={"policy": policy}))
     called = model
