@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import logging
 from typing import Any
 
 from poise._C import Error
 from poise.arguments_table import OLD_NAMES, TABLE, Field, plain_value
+from poise.command_line import DICTIONARIES
 
 logger = logging.getLogger("poise")
 
@@ -26,6 +28,8 @@ ELSEWHERE = {
     "epochs": "num_train_epochs",
     "max_updates": "max_steps",
 }
+
+COUNTS = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")  # or parts of the run
 
 FIELDS: dict[str, Field] = {field.name: field for field in TABLE}
 
@@ -45,6 +49,7 @@ def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], d
             if not value:  # its default, in all of them
                 continue
             logger.info("[trainer] %s is called %s now", name, new_name)
+        value = _read(new_name, value)
         if new_name in known:
             ours[new_name] = plain_value(value)
             continue
@@ -60,6 +65,18 @@ def sort_out(given: dict[str, Any], known: list[str]) -> tuple[dict[str, Any], d
             logger.log(level, "[trainer] %s: %s", name, field.text)
         besides[new_name] = value
     return ours, besides
+
+
+def _read(name: str, value: Any) -> Any:
+    """What a command line gives as text or as a float."""
+    if name in DICTIONARIES and isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise Error(f"[trainer] {name} is no JSON: {error}; it is {value!r}") from error
+    if name in COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def of_transformers(args: Any) -> dict[str, Any]:

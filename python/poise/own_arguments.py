@@ -7,7 +7,7 @@ import inspect
 import re
 
 from poise.arguments import FIELDS
-from poise.training_arguments import TrainingArguments, _Arguments
+from poise.training_arguments import _Arguments
 
 _FIELD = re.compile(r"^    (\w+): ([^=]+?) = (?:\(\s*)?(.+?)(?:\s*\))?  # (.+)$", re.M)
 
@@ -16,7 +16,7 @@ def described() -> dict[str, tuple[str, str, str]]:
     """Type, default and meaning by name, of the fields of poise's own."""
     source = re.sub(r"= \(\n\s+(.+?)  # (.+)\n    \)", r"= \1  # \2", inspect.getsource(_Arguments))
     found = {name: rest for name, *rest in _FIELD.findall(source)}
-    own = [f.name for f in dataclasses.fields(TrainingArguments) if f.name not in FIELDS]
+    own = [f.name for f in dataclasses.fields(_Arguments) if f.name not in FIELDS]
     return {name: tuple(found[name]) for name in own}
 
 

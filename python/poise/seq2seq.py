@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poise import command_line
 from poise._C import Error
 from poise.labels import LABELS, labels_in
 from poise.loss import Loss
@@ -50,6 +51,17 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         self.generation_config = generation_config
         super().__init__(output_dir, **given)
 
+
+command_line.describe(
+    Seq2SeqTrainingArguments,
+    {
+        "predict_with_generate": (bool, False),
+        "generation_max_length": (int | None, None),
+        "generation_num_beams": (int | None, None),
+        "generation_config": (str | None, None),
+        "sortish_sampler": (bool, False),
+    },
+)
 
 USUAL_LENGTH = 20  # of generate(), where the model's generation_config has no max_length
 
@@ -99,7 +111,11 @@ class Seq2SeqTrainer(Trainer):
             tokens = self.model.generate(**self._inputs(batch, labels), **self._arguments())
         length = self._padded_length
         tokens = self._pad_tensors_to_max_len(tokens, length)
-        return loss, tokens, None if labels is None else self._pad_tensors_to_max_len(labels, length)
+        return (
+            loss,
+            tokens,
+            None if labels is None else self._pad_tensors_to_max_len(labels, length),
+        )
 
     def _inputs(self, batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
         """Of generate(): a decoder's inputs that were made of the labels would tell it the answer."""

@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 
-from poise import arguments, automatic_budget, choices, placement, ranks, schedule_arguments
+from poise import (
+    arguments,
+    automatic_budget,
+    choices,
+    command_line,
+    placement,
+    schedule_arguments,
+)
 from poise._C import Error
 from poise.deepspeed import of_trainer
 from poise.placement import Placement
 from poise.profiling import Steps, read_steps
+from poise.script_arguments import ScriptArguments
 
 OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the states
     "adamw_torch_fused": "adamw",
@@ -114,7 +122,7 @@ class _Arguments:
     disable_tqdm: bool | None = None  # None: a bar where standard error is a terminal
     profile_steps: Steps = None  # "3-5": a trace of these updates
     peak_flops: float | None = None  # a device's FLOP/s, for MFU; None: of the GPUs that are known
-    report_to: Any = "none"  # tensorboard, wandb, a list of them, all that are installed
+    report_to: Any = "none"  # tensorboard, wandb, comet_ml, ...; a list; all that are installed
     logging_dir: str | None = None  # of TensorBoard's files; None: output_dir/runs
     run_name: str | None = None  # in wandb
     project: str = "huggingface"  # in wandb
@@ -148,7 +156,7 @@ class _Arguments:
     use_cpu: bool = False
 
 
-class TrainingArguments(_Arguments):
+class TrainingArguments(ScriptArguments, _Arguments):
     """Settings of a Trainer; docs/training_arguments.md has its own fields, every field of
     transformers' class of that name, and what becomes of it. Fields that are accepted and do nothing
     here can be read."""
@@ -156,9 +164,22 @@ class TrainingArguments(_Arguments):
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         if output_dir is not None:
             given["output_dir"] = output_dir
+        self._take(given)
+
+    def __post_init__(self) -> None:
+        """A subclass that is a dataclass has an __init__ of its own, which has set all fields."""
+        names = [name for name in TrainingArguments.__dataclass_fields__ if name in self.__dict__]
+        self._take({name: self.__dict__.pop(name) for name in names})
+
+    def _take(self, given: dict[str, Any]) -> None:
         self._besides: dict[str, Any] = {}
         self._origin: Any = None
         ours, self._besides = arguments.sort_out(given, _names())
+        # The engine does it: a compute_loss written for transformers multiplies by the ranks where it is set.
+        self._besides["average_tokens_across_devices"] = False
+        if set(_names()) <= set(given):  # from a parser, which fills in what nobody gave
+            fields = _Arguments.__dataclass_fields__
+            ours = {name: v for name, v in ours.items() if v != fields[name].default}
         super().__init__(**ours)
         self._given = frozenset(ours)
         self._take_fsdp()
@@ -194,6 +215,8 @@ class TrainingArguments(_Arguments):
             return getattr(self._origin, name)
         if name in arguments.FIELDS:
             return arguments.FIELDS[name].default
+        if name in arguments.OLD_NAMES:
+            return None  # given by its new one
         raise AttributeError(f"TrainingArguments has no {name}")
 
     @property
@@ -254,25 +277,6 @@ class TrainingArguments(_Arguments):
         found._given |= {"per_device_train_batch_size", "checkpointing"}
         found._check()
         return found
-
-    @property
-    def device(self) -> torch.device:
-        return ranks.device(self.use_cpu)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return ranks.here().size
-
-    @property
-    def process_index(self) -> int:
-        """This rank, from 0."""
-        return ranks.here().rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank among those of its machine."""
-        return ranks.here().local or 0
 
     @property
     def accumulation(self) -> int:
@@ -524,3 +528,6 @@ class TrainingArguments(_Arguments):
 
 def _names() -> list[str]:
     return [field.name for field in dataclasses.fields(_Arguments)]
+
+
+command_line.describe(TrainingArguments, command_line.with_transformers(_Arguments))

@@ -58,14 +58,17 @@ def test_what_is_refused_says_why_and_what_is_noted_is_told(caplog):
             with caplog.at_level(logging.INFO, "poise"):
                 args = TrainingArguments(**{field.name: "something else"})
             assert field.text in caplog.text
-            assert getattr(args, field.name) == "something else"
+            # What a copied compute_loss would multiply by is on never: poise.TrainingArguments.
+            always = {"average_tokens_across_devices": False}
+            assert getattr(args, field.name) == always.get(field.name, "something else")
 
 
 def test_transformers_object_with_all_defaults_becomes_poises_defaults(tmp_path):
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     ours = TrainingArguments(str(tmp_path), use_cpu=True)
     made = TrainingArguments.of(theirs)
-    assert dataclasses.asdict(made) == dataclasses.asdict(ours)
+    own = [field.name for field in dataclasses.fields(_Arguments)]
+    assert [getattr(made, name) for name in own] == [getattr(ours, name) for name in own]
     assert made.output_dir == str(tmp_path)
 
 
