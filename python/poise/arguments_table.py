@@ -31,6 +31,8 @@ class Field:
     def is_harmless(self, value: Any) -> bool:
         """Whether nobody asked for anything by it."""
         plain = plain_value(value)
+        if plain is False and self.default is True:
+            return False
         return plain in (None, False, "", [], {}) or any(
             plain == fine for fine in (self.default, *self.harmless)
         )
@@ -93,7 +95,11 @@ TABLE: tuple[Field, ...] = (
         "kernel",
         "optim",
     ),
-    *_mapped("the shapes of docs/config.md's schedule", "lr_scheduler_type"),
+    *_mapped(
+        "the shapes of docs/config.md's schedule; further names and settings of transformers are its own "
+        "schedulers, over the engine's rates",
+        "lr_scheduler_type",
+    ),
     *_mapped("updates; in (0, 1): the part of the run", "warmup_steps", "logging_steps"),
     *_mapped("updates; None: logging_steps", "eval_steps"),
     *_mapped("fp32 parameters, a forward under autocast", "bf16", "fp16"),

@@ -55,7 +55,7 @@ from poise.profiling import Profiling
 from poise.progress import Progress
 from poise.run_length import RunLength
 from poise.run_log import RunLog
-from poise.schedule_arguments import updates_of
+from poise.schedule_arguments import is_theirs, updates_of
 from poise.seeding import seed_everything
 from poise.signals import Signals, saves_noted
 from poise.trainer_evaluation import TrainerEvaluation
@@ -316,6 +316,7 @@ class Trainer(TrainerEvaluation):
 
     def _makes_no_torch_optimizer(self) -> bool:
         theirs = self._given_optimizers != (None, None) or self.args.deepspeed is not None
+        theirs = theirs or is_theirs(self.args)
         return not theirs and not any(self._overrides(name) for name in MAKES_OPTIMIZER)
 
     def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
@@ -328,7 +329,7 @@ class Trainer(TrainerEvaluation):
             if self.lr_scheduler is None and of_trainer.has_scheduler(self.args):
                 optimizer = self.create_optimizer()
                 self.lr_scheduler = of_trainer.scheduler(optimizer, self.args, updates)
-            if self.optimizer is None and self.lr_scheduler is None:
+            if self.optimizer is None and self.lr_scheduler is None and not is_theirs(self.args):
                 return None  # the engine's own
         self.create_optimizer_and_scheduler(updates)
         return TorchOptimizer(self.optimizer, self.lr_scheduler)

@@ -12,7 +12,7 @@ from torch import nn
 from poise import _C, optimizers, torch_optimizer, torch_settings
 from poise._C import Error, StepResult
 from poise.config import read_config
-from poise.schedule_arguments import to_schedule
+from poise.schedule_arguments import is_theirs, made_by_transformers, to_schedule
 
 if TYPE_CHECKING:
     from poise.engine import Engine
@@ -117,6 +117,8 @@ def scheduler(
     optimizer: torch.optim.Optimizer, args: TrainingArguments, updates: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The schedule that the arguments say, over the optimizer's own rates."""
+    if is_theirs(args):
+        return made_by_transformers(optimizer, args, updates)
     config = read_config({"schedule": to_schedule(args, updates)})
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda applied: _C.schedule_multiplier(config, applied)
