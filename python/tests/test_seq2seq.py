@@ -31,7 +31,9 @@ def ragged(rows):
 
 
 def ragged_rows(count):
-    return [{**row, "labels": row["labels"][: 3 + 2 * i]} for i, row in enumerate(causal_rows(count))]
+    return [
+        {**row, "labels": row["labels"][: 3 + 2 * i]} for i, row in enumerate(causal_rows(count))
+    ]
 
 
 def metrics_of(prediction):
