@@ -318,9 +318,9 @@ class RunLog:
                 logger.warning("[trainer] %s", text)
 
     def _passes(self) -> float:
-        if self._run.updates_per_epoch is None:
-            return 0.0
         first = self._epoch_first
+        if self._run.updates_per_epoch is None:  # as transformers has it: of a pass as long as the run
+            return self._epoch + (self.state.global_step - first) / self._run.updates
         return self._epoch + self._run.part_of_epoch(self.state.global_step - first, first)
 
     def _seconds(self) -> float:

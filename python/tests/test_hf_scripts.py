@@ -237,8 +237,19 @@ def test_data_without_a_length_needs_max_steps(tmp_path):
 
     with pytest.raises(poise.Error, match="has no length; set max_steps"):
         poise.Trainer(made("gpt2"), arguments(tmp_path), train_dataset=Stream()).train()
-    args = arguments(tmp_path, max_steps=3)
-    assert poise.Trainer(made("gpt2"), args, train_dataset=Stream()).train().global_step == 3
+    seen = []
+    for base in (transformers.Trainer, poise.Trainer):
+        args = without_strategy(
+            tmp_path,
+            transformers.TrainingArguments,
+            max_steps=6,
+            report_to="none",
+            save_strategy="no",
+        )
+        trainer = base(made("gpt2"), args, train_dataset=Stream())
+        assert trainer.train().global_step == 6
+        seen.append([(line["step"], round(line["epoch"], 4)) for line in trainer.state.log_history])
+    assert seen[1] == seen[0] and seen[0][-1] == (6, round(1 + 2 / 6, 4))
 
 
 # A script.
