@@ -52,6 +52,10 @@ class AcceleratorView:
         """Nothing: the Trainer counts micro-batches."""
         return contextlib.nullcontext()
 
+    def prepare(self, *given: Any, **_: Any) -> Any:
+        """The same as they are: the Trainer shares a loader's batches out."""
+        return given[0] if len(given) == 1 else given
+
     def autocast(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager:
         """Nothing: a training_step is in the run's precision anyway."""
         return contextlib.nullcontext()

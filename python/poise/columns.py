@@ -31,11 +31,22 @@ def collate_for(
       label_names: but for labels.
     """
     if collate is None:
-        pads = hasattr(processing_class, "pad")
-        collate = Padded(processing_class) if pads else Stacked(_names(model))
+        collate = usual_for(model, processing_class)
     if not remove_unused:
         return collate
     return WithoutUnused(collate, _names(model), {*LABELS, *label_names})
+
+
+def usual_for(model: nn.Module, processing_class: Any) -> Callable:
+    """Pads with a tokenizer where there is one, else stacks."""
+    pads = hasattr(processing_class, "pad")
+    return Padded(processing_class) if pads else Stacked(_names(model))
+
+
+def unused(model: nn.Module, names: Iterable[str], label_names: Iterable[str]) -> list[str]:
+    """Of these keys those that forward does not take."""
+    taken = _names(model)
+    return [] if taken is None else [n for n in names if n not in {*taken, *LABELS, *label_names}]
 
 
 def _names(model: nn.Module) -> frozenset[str] | None:

@@ -319,7 +319,9 @@ class RunLog:
 
     def _passes(self) -> float:
         first = self._epoch_first
-        if self._run.updates_per_epoch is None:  # as transformers has it: of a pass as long as the run
+        if (
+            self._run.updates_per_epoch is None
+        ):  # as transformers has it: of a pass as long as the run
             return self._epoch + (self.state.global_step - first) / self._run.updates
         return self._epoch + self._run.part_of_epoch(self.state.global_step - first, first)
 

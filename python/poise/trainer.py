@@ -138,7 +138,6 @@ class Trainer(TrainerEvaluation):
         self._group = ranks.join(self._device, self.args.ddp_backend, self.args.ddp_timeout)
         process_settings.apply(self.args.full_determinism, self.args.tf32, self._device)
         self.args = automatic_budget.settled(self.args, self._group)
-        self.data_collator = data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
@@ -158,6 +157,7 @@ class Trainer(TrainerEvaluation):
         self._step = OwnStep(type(self).__name__, self._overrides("training_step"))
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
+        self.data_collator = data_collator or columns.usual_for(self.model, self.processing_class)
         self.accelerator = AcceleratorView(self._group, self._device, self._step)
         self._event("on_init_end")
 

@@ -19,10 +19,11 @@ from poise._C import Error
 from poise.label_smoothing import LabelSmoother
 from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
+from poise.script_calls import ScriptCalls
 from poise.trainer_saving import STATE_FILE, whole_copies, write_model
 
 
-class TrainerHooks:
+class TrainerHooks(ScriptCalls):
     """Base of poise.Trainer: what it does by default, where nobody overrides it.
 
     Overridden methods are used as transformers uses them; without one the engine takes shorter ways.

@@ -93,24 +93,30 @@ def adamw(model: nn.Module, args: TrainingArguments) -> torch.optim.Optimizer:
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    made, settings = class_and_settings(args)
+    return made(groups, **settings)
+
+
+def class_and_settings(args: TrainingArguments) -> tuple[type, dict[str, Any]]:
+    """The class of what args.optim means, and its arguments but for decay."""
     kind = args.engine_optimizer
+    settings: dict[str, Any] = {"lr": args.learning_rate}
+    betas = (args.adam_beta1, args.adam_beta2)
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=args.learning_rate)
+        return torch.optim.SGD, settings
     if kind == "adafactor":
         raise Error(
             "[trainer] create_optimizer() with optim adafactor, which has no class of torch; leave it to "
             "the Trainer, or override create_optimizer()"
         )
-    betas = (args.adam_beta1, args.adam_beta2)
     if kind == "lars":
-        return optimizers.Lars(groups, lr=args.learning_rate)
+        return optimizers.Lars, settings
     if kind == "lion":
-        return optimizers.Lion(groups, lr=args.learning_rate, betas=betas)
+        return optimizers.Lion, {**settings, "betas": betas}
+    settings |= {"betas": betas, "eps": args.adam_epsilon}
     if kind == "lamb":
-        made = optimizers.Lamb
-        return made(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
-    made = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return made(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+        return optimizers.Lamb, settings
+    return (torch.optim.Adam if kind == "adam" else torch.optim.AdamW), settings
 
 
 def scheduler(

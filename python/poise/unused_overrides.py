@@ -31,7 +31,8 @@ _UNUSED = {
 def refuse(kind: type) -> None:
     """Raises Error where the class has one of them."""
     for name, advice in _UNUSED.items():
-        if hasattr(kind, name):
+        method = getattr(kind, name, None)
+        if method is not None and not method.__module__.startswith("poise."):
             raise Error(
                 f"[trainer] {kind.__name__} has {name}(), which transformers' Trainer calls and poise's does "
                 f"not; {advice}"
