@@ -126,9 +126,7 @@ def test_a_copy_with_other_values(tmp_path):
 
 
 def test_what_scripts_ask_is_answered_as_by_transformers():
-    line = (
-        "--output_dir x --use_cpu --per_device_train_batch_size 3 --warmup_steps 0.1 --log_level "
-    )
+    line = "--output_dir x --use_cpu --per_device_train_batch_size 3 --warmup_steps 4 --log_level "
     for level in ("passive", "info", "error"):
         theirs, ours = parsed(line + level, transformers.TrainingArguments), parsed(line + level)
         for name in ("n_gpu", "world_size", "process_index", "local_process_index", "should_log",
@@ -138,5 +136,6 @@ def test_what_scripts_ask_is_answered_as_by_transformers():
             assert ours.get_process_log_level() == theirs.get_process_log_level()
         assert ours.get_warmup_steps(42) == theirs.get_warmup_steps(42)
     assert parsed("--output_dir x").get_process_log_level() == logging.WARNING
+    assert parsed("--output_dir x --warmup_steps 0.1").get_warmup_steps(42) == 5
     with ours.main_process_first(desc="nothing"):
         pass

@@ -45,7 +45,15 @@ def trained(base, step, folder, rows, **options):
     return trainer
 
 
-@pytest.mark.parametrize("step", STEPS)
+# transformers 4 has not what one of 5 calls.
+KNOWN = [
+    step
+    for step in STEPS
+    if step != "as of 5" or hasattr(transformers.Trainer, "_prepare_context_parallel_inputs")
+]
+
+
+@pytest.mark.parametrize("step", KNOWN)
 def test_losses_and_parameters_are_those_of_transformers(step, tmp_path):
     rows, seen = even_rows(16), []
     for base in (transformers.Trainer, poise.Trainer):
