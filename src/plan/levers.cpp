@@ -1,4 +1,5 @@
 // What would lower a run's need beyond what the search may choose: each lever alone, searched anew.
+#include <algorithm>
 #include <functional>
 
 #include "poise/error.h"
@@ -79,9 +80,16 @@ class Pulled {
       offload.activations = Offload::host;
       add("activations on the host", "offload.activations: host");
     }
-    if (job_.global_batch % (2 * std::int64_t{job_.machine.ranks}) == 0) {
-      pull("twice the ranks", join(2 * job_.machine.ranks, " ranks"), false,
-           [](Job& job) { job.machine.ranks *= 2; });
+    // Where the micro-batch is given, it must divide what is left for each rank.
+    const auto given = std::max<std::int64_t>(job_.micro_batch, 1);
+    if (job_.global_batch % (2 * given * job_.machine.ranks) == 0) {
+      pull("twice the ranks", join(2 * job_.machine.ranks, " ranks"), false, [](Job& job) {
+        if (job.machine.ranks == 1) job.stages.clear();  // of one rank none is a choice
+        for (int& group : job.shard_ranks) {
+          if (group == job.machine.ranks) group *= 2;  // all of them
+        }
+        job.machine.ranks *= 2;
+      });
     }
   }
 

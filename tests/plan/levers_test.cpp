@@ -127,6 +127,35 @@ TEST(Levers, AreNamedWithTheirPeaksAndNeverPulled) {
   EXPECT_EQ(search(job).best.memory.highest(), before.best.memory.highest());
 }
 
+TEST(Levers, MoreRanksShardOverAllOfThem) {
+  auto job = job_of("gpt2", "1xA100-40GB");
+  const auto with_more = [&] {
+    for (const auto& lever : levers(job)) {
+      if (lever.name == "twice the ranks") return lever.plan.memory.highest();
+    }
+    return std::int64_t{0};
+  };
+  job.budget = std::int64_t{1} << 30;
+  const auto open = with_more();
+  EXPECT_GT(open, 0);
+  job.stages = {0};  // as a run on one rank says it
+  job.shard_ranks = {1};
+  EXPECT_EQ(with_more(), open);
+}
+
+TEST(Levers, KeepAGivenMicroBatch) {
+  auto job = job_of("gpt2", "4xA100-40GB");  // 64 sequences
+  const auto more_ranks = [&] {
+    const auto all = levers(job);
+    return std::any_of(all.begin(), all.end(),
+                       [](const Lever& lever) { return lever.name == "twice the ranks"; });
+  };
+  job.micro_batch = 8;
+  EXPECT_TRUE(more_ranks());
+  job.micro_batch = 16;  // 8 ranks have 8 each
+  EXPECT_FALSE(more_ranks());
+}
+
 TEST(Levers, AdaptersHoldTheirOwnStates) {
   // 7B in 16 bits: 13.5e9 bytes and adapters of 40 million parameters at 16 bytes each.
   const auto all = levers(job_of("llama-2-7b", "1xA100-80GB"));
