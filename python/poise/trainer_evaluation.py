@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from poise import eval_share, evaluation, generators, prediction, ranks, trainer_data
+import torch
+
+from poise import (
+    eval_share,
+    evaluation,
+    generators,
+    meta,
+    model_view,
+    prediction,
+    ranks,
+    trainer_data,
+)
 from poise._C import Error
 from poise.loss import Loss
 from poise.prediction import PredictionOutput
@@ -81,7 +93,7 @@ class TrainerEvaluation(TrainerHooks):
             return answer
 
         batches = evaluation.Passed(self._share_of(loader))
-        with ranks.told_to_others(self._group):
+        with ranks.told_to_others(self._group), self._memory_explained():
             output = prediction.predict(
                 self.model,
                 batches,
@@ -98,12 +110,35 @@ class TrainerEvaluation(TrainerHooks):
 
     def _mean_loss(self, loader: Any, prefix: str) -> dict[str, float]:
         batches = evaluation.Passed(self._share_of(loader))
-        with ranks.told_to_others(self._group):
+        with ranks.told_to_others(self._group), self._memory_explained():
             metrics = evaluation.evaluate(
                 self.model, batches, self._evaluated_loss, self._forward_scope, prefix, self._group
             )
             self._add_speed(metrics, prefix, batches)
         return metrics
+
+    def _forward_scope(self) -> contextlib.AbstractContextManager:
+        """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
+        if self.engine is not None:
+            return self.engine.forward_scope()
+        if not meta.is_meta(self.model):
+            model_view.moved_to(self.model, self._device)  # where it waited for an engine
+        dtype = self.args.autocast_dtype
+        return torch.autocast(
+            self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
+        )
+
+    @contextlib.contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        """Batches of the training are none of an evaluation's, and stay whatever it runs out of."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "[trainer] an evaluation ran out of memory, with batches of "
+                f"{self.args.per_device_eval_batch_size} samples: give a smaller "
+                f"per_device_eval_batch_size; the training's micro-batch is not touched ({error})"
+            ) from error
 
     def _add_speed(self, metrics: dict[str, float], prefix: str, passed: evaluation.Passed) -> None:
         """Samples of all ranks, and batches of each, by transformers' names."""

@@ -95,6 +95,30 @@ def test_a_run_out_of_memory_in_an_evaluation_leaves_the_training_batch_alone(tm
     assert trainer.train().global_step == 2
 
 
+def test_an_evaluation_of_a_run_that_is_too_large_names_its_own_option(tmp_path):
+    def run(folder, **given):
+        args = poise.TrainingArguments(
+            str(tmp_path / folder), global_batch_size=8, separable_loss=True, max_steps=4,
+            logging_steps=1, disable_tqdm=True, use_cpu=True, eval_strategy="steps", eval_steps=2,
+            offload_optimizer="none", **given,
+        )  # fmt: skip
+        rows, model = causal_rows(16), made("gpt2")
+        trainer = poise.Trainer(model, args, train_dataset=rows, eval_dataset=rows * 64)
+        return trainer, lambda: trainer.train()
+
+    trainer, train = run("plenty", memory_budget="1GiB", per_device_eval_batch_size=1)
+    train()
+    budget = 2 * trainer.engine.memory()["peak_bytes"]
+    trainer, train = run("large", memory_budget=budget, per_device_eval_batch_size=1024)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"with batches of 1024 .*per_device_eval_batch_size.*budget"
+    ):
+        train()
+    assert trainer.state.global_step == 2 and trainer._halving.parts == 1
+    trainer, train = run("small", memory_budget=budget, per_device_eval_batch_size=1)
+    assert train().global_step == 4 and trainer._halving.parts == 1
+
+
 def test_a_window_that_runs_out_three_times_is_halved_three_times_and_sees_every_sample_once(
     tmp_path,
 ):
