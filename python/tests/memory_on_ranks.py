@@ -9,8 +9,9 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from plain_loop import settings
-from poise import trainer_balance
+from poise import balance, trainer_balance
 from tiny_models import TinyForCausalLM, batch, counted, split, tiny
+from torch import nn
 from training_on_ranks import FP32, STAGES, digest, masters_of
 
 UPDATES = 3
@@ -238,6 +239,79 @@ def trainers(folder):
     return seen
 
 
+LONG, SHORT = 96, 6  # tokens
+
+
+def padded(rows):
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def column(name, filling):
+        missing = [
+            nn.functional.pad(r[name], (0, length - len(r[name])), value=filling) for r in rows
+        ]
+        return torch.stack(missing)
+
+    return {"input_ids": column("input_ids", 0), "labels": column("labels", -100)}
+
+
+def longer_on_one_rank(folder):
+    """A Trainer that found its split on short samples, and then rank 1 gets long ones."""
+    seen = {}
+    trainer_balance.LOOKED_AT = 8  # those of rank 0 in the first update
+    balance._Fit.seconds = lambda self, size: 1.0  # so that the largest that fits is chosen
+    # Of each 16 the last 8 are rank 1's.
+    lengths = [LONG if n % 16 >= 8 else SHORT for n in range(48)]
+    rows = [
+        {name: row[0] for name, row in batch(1, length, seed=n).items()}
+        for n, length in enumerate(lengths)
+    ]
+
+    def train(name, **given):
+        torch.manual_seed(5)
+        arguments = poise.TrainingArguments(
+            str(folder / name), global_batch_size=16, max_steps=3, logging_steps=1, use_cpu=True,
+            train_sampling_strategy="sequential", checkpointing="none", disable_tqdm=True,
+            save_strategy="no", learning_rate=1e-2, seed=4, **given,
+        )  # fmt: skip
+        trainer = poise.Trainer(
+            Model(), arguments, data_collator=padded, train_dataset=rows, shift_labels=True
+        )
+        trainer.train()
+        return trainer
+
+    def seen_of(trainer):
+        keys = ("loss", "grad_norm", "tokens")
+        lines = [
+            [line[key] for key in keys] for line in trainer.state.log_history if "loss" in line
+        ]
+        masters = digest(masters_of(trainer.engine))
+        return {"lines": lines, "masters": masters, "calls": float(trainer.model.calls)}
+
+    def peak_of(trainer):
+        peak = torch.tensor(float(trainer.engine.memory()["peak_bytes"]))
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak)
+
+    for stage in (0, 3):
+        fixed = {
+            size: train(f"{stage}_{size}", zero_stage=stage, per_device_train_batch_size=size)
+            for size in (4, 8)
+        }
+        budget = (3 * peak_of(fixed[4]) + peak_of(fixed[8])) // 4
+        mine = fixed[8].engine.memory()["peak_bytes"]
+        found = train(f"{stage}_found", zero_stage=stage, memory_budget=budget, separable_loss=True)
+        seen[stage] = {
+            "found": seen_of(found),
+            "halves": seen_of(fixed[4]),
+            "chosen": found._found.chosen.micro_batch,
+            "parts": found._halving.parts,
+            "lost": found.engine.lost_windows,
+            "peak": found.engine.memory()["peak_bytes"],
+            "own": [mine, budget],
+        }
+    return seen
+
+
 def single(folder):
     """Nothing is left to be halved: the error stands, on both ranks."""
     trial = Trial(config_of(3))
@@ -259,6 +333,7 @@ CASES = {
     "budgets": budgets,
     "by_hand": by_hand,
     "python_errors": python_errors,
+    "longer_on_one_rank": longer_on_one_rank,
     "single": single,
     "trainers": trainers,
 }

@@ -80,6 +80,22 @@ def test_a_training_step_of_ones_own(tmp_path_factory):
             assert first[f"{stage}, {where}"][:2] == [2, 1]
 
 
+def test_a_trainers_split_that_is_too_large_for_one_rank_alone(tmp_path_factory):
+    of_ranks = run(tmp_path_factory, "longer_on_one_rank")
+    for stage in ("0", "3"):
+        for of_rank in of_ranks:
+            seen = of_rank[stage]
+            assert seen["chosen"] == 8 and seen["parts"] == 2 and seen["lost"] == 1
+            # Losses, norms, tokens, parameters and the rows that the model saw: those of a run in
+            # micro-batches of 4 from the start, dropout's masks too.
+            assert seen["found"] == seen["halves"]
+            assert seen["found"]["calls"] == 3 * 8
+            assert seen["peak"] <= seen["own"][1]
+        (short, budget), (long, _) = (of_rank[stage]["own"] for of_rank in of_ranks)
+        assert short < budget < long  # rank 0 alone would have gone on
+        assert of_ranks[0][stage]["found"]["lines"] == of_ranks[1][stage]["found"]["lines"]
+
+
 def test_single_samples_cannot_be_halved(tmp_path_factory):
     first, second = run(tmp_path_factory, "single")
     assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
