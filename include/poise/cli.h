@@ -35,4 +35,16 @@ POISE_API std::string plan_page(const plan::Job& job, const plan::Answer& answer
                                 const std::vector<plan::Lever>& levers, const plan::Price& price,
                                 const std::vector<std::string>& units);
 
+// ---- What is said where nothing fits a budget, by every face that plans
+
+// At least so many bytes, rounded up to a hundredth of their unit, as budgets are given: "1.24MiB".
+POISE_API std::string budget_text(std::int64_t bytes);
+
+// The levers that would fit, first those that leave the training the same, each with how it is
+// asked for and what it would need; where none would, the one that needs least.
+POISE_API std::string what_helps(const std::vector<plan::Lever>& levers);
+
+// The floor, what most of it is, what is missing, the nearest budget that works, and what_helps.
+POISE_API std::string misfit(const plan::Job& job, const plan::Answer& answer);
+
 }  // namespace poise::cli

@@ -47,6 +47,7 @@ __all__: list[str] = [
     "Unit",
     "WindowDropped",
     "WindowLoader",
+    "budget_text",
     "chunked_cross_entropy",
     "cli_run",
     "cpu_isa",
@@ -68,10 +69,12 @@ __all__: list[str] = [
     "place_from_environment",
     "plan_cost",
     "plan_levers",
+    "plan_misfit",
     "plan_moments",
     "plan_page",
     "plan_search",
     "plan_settings",
+    "plan_what_helps",
     "predict_runs",
     "ranks_from_environment",
     "read_model",
@@ -546,6 +549,10 @@ class PlanJob:
     def optimize_with(
         self, type: str, momentum: typing.SupportsFloat = 0.0, moments: str = "fp32"
     ) -> None: ...
+    def recompute(self, blocks: collections.abc.Sequence[bool]) -> None:
+        """
+        These blocks, instead of a search for the best ones.
+        """
     def run_on(
         self,
         gpus: str,
@@ -796,6 +803,11 @@ class Engine:
     @property
     def updates(self) -> int: ...
 
+def budget_text(bytes: typing.SupportsInt) -> str:
+    """
+    At least so many bytes, as budgets are given: "1.24MiB".
+    """
+
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -927,6 +939,11 @@ def plan_cost(
     utilisation: typing.SupportsFloat,
 ) -> tuple[float, float]: ...
 def plan_levers(job: PlanJob) -> list[PlanLever]: ...
+def plan_misfit(job: PlanJob, answer: PlanAnswer) -> str:
+    """
+    What to say where nothing fits: the floor, what most of it is, the nearest budget that works, and what else would help.
+    """
+
 def plan_moments(job: PlanJob, found: PlanFound) -> list[tuple[str, dict[str, int]]]:
     """
     Every moment of an update and its bytes by account.
@@ -948,6 +965,11 @@ def plan_search(job: PlanJob) -> PlanAnswer: ...
 def plan_settings(found: PlanFound, units: collections.abc.Sequence[str]) -> str:
     """
     The keys of a run.json that follow a plan, as JSON.
+    """
+
+def plan_what_helps(job: PlanJob) -> str:
+    """
+    The levers that would fit, each with what it would need.
     """
 
 def predict_runs(table: str) -> list[RunPrediction]:

@@ -217,6 +217,14 @@ void bind_job(py::module_& module) {
              }
            })
       .def_property_readonly("ranks", [](const Job& job) { return job.machine.ranks; })
+      .def(
+          "recompute",
+          [](Job& job, const std::vector<bool>& blocks) {
+            job.searches_recompute = false;
+            job.recompute = plan::Recompute::whole;
+            job.recomputed = blocks;
+          },
+          py::arg("blocks"), "These blocks, instead of a search for the best ones.")
       .def_readwrite("sequence", &Job::sequence)
       .def_readwrite("global_batch", &Job::global_batch)
       .def_readwrite("micro_batch", &Job::micro_batch)
@@ -227,6 +235,15 @@ void bind_job(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("plan_search", &plan::search, py::arg("job"), Release());
   module.def("plan_levers", &plan::levers, py::arg("job"), Release());
+  module.def(
+      "plan_misfit", &cli::misfit, py::arg("job"), py::arg("answer"), Release(),
+      "What to say where nothing fits: the floor, what most of it is, the nearest budget that "
+      "works, and what else would help.");
+  module.def(
+      "plan_what_helps", [](const Job& job) { return cli::what_helps(plan::levers(job)); },
+      py::arg("job"), Release(), "The levers that would fit, each with what it would need.");
+  module.def("budget_text", &cli::budget_text, py::arg("bytes"),
+             "At least so many bytes, as budgets are given: \"1.24MiB\".");
   module.def(
       "plan_moments",
       [](const Job& job, const plan::Plan& found) {

@@ -228,9 +228,9 @@ std::string page_html(const Page& page) {
       << "</h1>\n";
   if (page.answer != nullptr && !page.answer->fits) {
     out << "<p><b>No plan fits into " << memory::format_bytes(page.answer->budget)
-        << "</b>; the smallest, shown here, needs "
-        << memory::format_bytes(page.answer->best.memory.highest())
-        << " (the largest part: " << escaped(page.answer->dominated_by) << ").</p>\n";
+        << "</b>; the smallest, shown here, needs " << memory::format_bytes(page.answer->floor)
+        << " (the largest part: " << escaped(page.answer->dominated_by)
+        << "); the nearest budget that works is " << budget_text(page.answer->floor) << ".</p>\n";
   }
   out << figures(page, *shown) << '\n' << over_an_update(page, *shown) << '\n';
   if (page.answer != nullptr) {

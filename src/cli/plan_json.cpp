@@ -3,6 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/plan_page.h"
+#include "poise/cli.h"
 #include "poise/memory.h"
 
 namespace poise::cli {
@@ -108,6 +109,7 @@ std::string page_json(const Page& page) {
   if (!answer.fits) {
     out["dominated_by"] = answer.dominated_by;
     out["missing_bytes"] = answer.floor - answer.budget;
+    out["nearest_budget"] = budget_text(answer.floor);
   }
   if (answer.has_runner_up) {
     out["runner_up"] = plan_json(job, answer.runner_up);

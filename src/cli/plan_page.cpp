@@ -2,11 +2,11 @@
 #include "cli/plan_page.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <ostream>
 
 #include "cli/plan_machine.h"
+#include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -14,8 +14,6 @@ namespace poise::cli {
 namespace {
 
 using plan::Plan;
-
-constexpr double kGib = 1024.0 * 1024 * 1024;
 
 template <class... Values>
 std::string text(const char* format, Values... values) {
@@ -173,13 +171,12 @@ void print_cost(std::ostream& out, const Page& page, const Plan& plan) {
 
 void print_answer(std::ostream& out, const plan::Job& job, const plan::Answer& answer) {
   if (!answer.fits) {
-    const auto floor = answer.best.memory.highest();
+    const auto floor = answer.floor;
     out << "\nNo plan fits into " << memory::format_bytes(answer.budget) << ". The smallest needs "
         << memory::format_bytes(floor) << ", "
         << memory::format_bytes(std::max<std::int64_t>(0, floor - answer.budget))
         << " more (the largest part: " << answer.dominated_by << "); with --memory "
-        << text("%.2fGiB", std::ceil(100.0 * static_cast<double>(floor) / kGib) / 100)
-        << " or more ranks it would be this one:\n";
+        << budget_text(floor) << " or more ranks it would be this one:\n";
   } else {
     out << "\nThe fastest plan that fits:\n";
   }

@@ -10,6 +10,7 @@
 
 #include "cli/plan_machine.h"
 #include "poise/checkpointing.h"
+#include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/memory.h"
 
@@ -58,11 +59,8 @@ void apply(const plan::Choice& choice, Config& config) {
 }
 
 [[noreturn]] void refuse(const plan::Job& job, const plan::Answer& answer) {
-  fail(
-      "plan", "no balance fits memory.budget_bytes ", format_bytes(answer.budget),
-      ": the least that a global batch of ", job.global_batch, " takes is ",
-      format_bytes(answer.floor), ", most of it ", answer.dominated_by,
-      "; raise the budget to that, shorten model.sequence_length, or set memory.on_misfit to warn");
+  fail("plan", "no balance fits memory.budget_bytes ", format_bytes(answer.budget), ": ",
+       misfit(job, answer), "; or set memory.on_misfit to warn");
 }
 
 std::string percent(std::int64_t predicted, std::int64_t measured) {
@@ -131,7 +129,7 @@ namespace {
 
 // What lies on the host is outside the budget and slower to update: only where nothing fits
 // without.
-plan::Answer search_balance(plan::Job job) {
+plan::Answer search_balance(plan::Job& job) {
   auto answer = plan::search(job);
   auto& offload = job.offloads.front();
   const bool open = offload.optimizer == config::Offload::none;
@@ -189,8 +187,7 @@ Balance find_balance(const Config& config, int ranks, c10::Device device) {
   }
   if (!answer.fits) {
     found.lines.push_back(join("  nothing fits the budget of ", format_bytes(answer.budget),
-                               "; this is the plan of least memory, most of it ",
-                               answer.dominated_by));
+                               "; this is the plan of least memory: ", misfit(job, answer)));
   }
   return found;
 }

@@ -150,13 +150,13 @@ class Run {
 void Run::set_up() {
   // Of dropout: every rank has a stream of its own.
   torch::manual_seed(config_.engine.seed + static_cast<std::uint64_t>(group_->rank()));
+  report_.banner(balance_.lines);  // what was predicted, before anything of it is allocated
   corpora_ = open_corpora(config_);
   model_ = build_model(config_, device_);
   const auto model_view = view(*model_);
   report_.banner(banner(config_, model_view, *corpora_.train,
                         checkpointing::recomputed_units(config_.checkpointing, model_->units()),
                         *group_));
-  report_.banner(balance_.lines);
   engine_ = std::make_unique<Engine>(model_view, config_, ranks_);
   model_->bind(*engine_);
   loader_ = open_loader(config_, corpora_.train, *group_);

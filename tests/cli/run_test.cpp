@@ -69,6 +69,8 @@ TEST(Run, PlanAnswersNamesAndRefuses) {
   EXPECT_EQ(small.code, 1);
   EXPECT_THAT(small.out,
               AllOf(HasSubstr("No plan fits into 1.00 GiB"), HasSubstr("with --memory")));
+  const auto named = small.out.substr(small.out.find("with --memory ") + 14);
+  EXPECT_EQ(with({"--memory", named.substr(0, named.find(' '))}).code, 0) << named;
   EXPECT_THAT(with({"--json"}).out, HasSubstr("\"fits\": true"));
   EXPECT_THAT(with({"--micro-batch", "3"}).err, HasSubstr("these do: 1, 2, 4, 8"));
   EXPECT_THAT(command({"plan", "--model", "lama", "--gpus", "1xL4-24GB", "--seq", "8",

@@ -181,10 +181,22 @@ TEST_F(Train, ABudgetBelowTheFloorIsRefusedWithTheFloor) {
   const auto outcome = train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB"});
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.err, AllOf(HasSubstr("[plan] no balance fits memory.budget_bytes 100.00 KiB"),
-                                 HasSubstr("KiB, most of it ")));
+                                 HasSubstr("KiB, most of it "), HasSubstr(" are missing"),
+                                 HasSubstr("no lever alone is enough; least would be ")));
+  const std::string before = "the nearest budget that works is ";
+  const auto named = outcome.err.substr(outcome.err.find(before) + before.size());
+  const auto nearest = named.substr(0, named.find(';'));
+  EXPECT_EQ(
+      train({"batch.micro_batch_size=0", "train.max_updates=2", "memory.budget_bytes=" + nearest})
+          .code,
+      0)
+      << nearest;
+  EXPECT_THAT(train({"batch.micro_batch_size=0", "memory.budget_bytes=180KiB"}).err,
+              HasSubstr("the same training would fit with "));
   const auto warned =
       train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB", "memory.on_misfit=warn"});
   EXPECT_EQ(warned.code, 1);  // it begins, and runs out
+  EXPECT_THAT(warned.out, HasSubstr(before));
   EXPECT_THAT(warned.err, HasSubstr("The budget is 100.00 KiB"));
 }
 
