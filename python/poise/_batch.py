@@ -1,5 +1,5 @@
-"""What a batch tells and takes: its samples, how many targets its labels hold, floating inputs in another
-dtype."""
+"""What a batch tells and takes: its samples, how many targets its labels hold, more samples, floating inputs
+in another dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from poise._C import Error
 
@@ -17,6 +17,15 @@ def samples_in(batch: Any) -> int:
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     first = next((t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
     return 1 if first is None else first.shape[0]
+
+
+def repeated(sample: Any, size: int) -> Any:
+    """A batch of so many times the one sample that the given batch has; no bytes are copied."""
+
+    def repeat(value: Any) -> Any:
+        return value.expand(size, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(repeat, sample)
 
 
 def count_targets(

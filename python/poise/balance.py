@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from poise import trace
-from poise._C import Error, Group, format_bytes
+from poise import model_view, trace
+from poise._C import Group, format_bytes
 from poise.engine import Engine
+from poise.misfit import NothingFits
 from poise.trace import Link, Trace
 
 logger = logging.getLogger("poise")
@@ -66,6 +67,9 @@ class Balance:
       front: no candidate is both faster and smaller: fastest first.
       candidates: how many there were.
       may_split: whether another micro-batch is the same training.
+      fits: the budget, as far as is known.
+      foretold: bytes of the chosen one by account at its peak, as said before anything was allocated;
+        empty: nothing was.
     """
 
     chosen: Candidate
@@ -74,26 +78,17 @@ class Balance:
     front: list[Candidate]
     candidates: int
     may_split: bool = True
-
-
-class NothingFits(Error):
-    """No balance fits; `smallest` is the one of least memory, None where even that is not known."""
-
-    def __init__(self, message: str, smallest: Candidate | None) -> None:
-        super().__init__(message)
-        self.smallest = smallest
+    fits: bool = True
+    foretold: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def smallest(engine: Engine, error: NothingFits, *, may_split: bool) -> Balance:
-    """That of least memory, for a run that shall begin though nothing fits (on_misfit: warn).
-
-    Raises `error` where not even that is known.
-    """
-    if error.smallest is None:
-        raise error
+    """That of least memory, for a run that shall begin though nothing fits (on_misfit: warn)."""
+    assert error.smallest is not None  # find() knows it
     logger.warning("%s; it begins all the same, since on_misfit is warn", error)
-    engine.set_checkpointing(error.smallest.checkpointing)
-    return Balance(error.smallest, {}, None, [error.smallest], 1, may_split)
+    if error.smallest.recomputed > 0:
+        engine.set_checkpointing(error.smallest.checkpointing)
+    return Balance(error.smallest, {}, None, [error.smallest], 1, may_split, fits=False)
 
 
 def find(
@@ -123,6 +118,13 @@ def find(
     Raises:
       NothingFits: with the least that would do.
     """
+    if name := trace.untold(model_view.device_of(engine.model)):
+        logger.warning(
+            "[plan] the GPU's allocator %s does not tell what it gives out: every balance is measured as "
+            "0 bytes, so that the fastest is taken whatever it holds, and halved where memory runs out; "
+            "leave backend out of PYTORCH_CUDA_ALLOC_CONF, or give per_device_train_batch_size",
+            name,
+        )
     before = engine.checkpointing
     sizes = sorted(micro_batches or _divisors(samples))
     room = _Room.of(engine, budget)
@@ -130,7 +132,10 @@ def find(
         fits = _fits(engine, batch_of, loss_fn, sizes, recompute, room.left)
         candidates = _candidates(fits, sizes, samples, len(engine.blocks))
         if not candidates:
-            raise _no_candidate(engine, sizes[0], room)
+            blocks = len(engine.blocks) if len(fits) > 1 else 0
+            raise _no_candidate(
+                engine, Candidate(sizes[0], samples // sizes[0], blocks, 0, 0.0), room
+            )
         return _choose(engine, candidates, fits, room, batch_of, loss_fn)
     except BaseException:
         engine.set_checkpointing(before)
@@ -456,28 +461,31 @@ def _front(by_time: list[Candidate]) -> list[Candidate]:
     return front
 
 
-def _no_candidate(engine: Engine, size: int, room: _Room) -> NothingFits:
-    blocks = " with every block recomputed" if engine.blocks else ""
+def _no_candidate(engine: Engine, smallest: Candidate, room: _Room) -> NothingFits:
+    """Not even the smallest ran: its peak is not known."""
+    blocks = " with every block recomputed" if smallest.recomputed else ""
     held = {name: int(count) for name, count in engine.memory()["current"].items()}
     return NothingFits(
-        f"[plan] a micro-batch of {size}{blocks} ran out of the {room}; {format_bytes(sum(held.values()))} "
-        f"of them are held between micro-batches, most of it {max(held, key=held.__getitem__)}; "
-        "raise memory_budget, shorten the samples, or shard over more ranks",
-        None,
+        f"[plan] a micro-batch of {smallest.micro_batch}{blocks} ran out of the {room}; "
+        f"{format_bytes(sum(held.values()))} of them are held between micro-batches, most of it "
+        f"{max(held, key=held.__getitem__)}",
+        smallest,
     )
 
 
 def _nothing(candidates: list[Candidate], held: dict[str, int], room: _Room) -> NothingFits:
     smallest = min(candidates, key=lambda c: c.peak)
     parts = {**held, "activations": smallest.peak - sum(held.values())}
+    dominated_by = max(parts, key=parts.__getitem__)
     tried = ", but ran out of memory when it was tried" if smallest.peak <= room.left else ""
+    needed = int(max(smallest.peak, room.left) / FAILED_SHARE) if tried else smallest.peak
     return NothingFits(
         f"[plan] no balance fits the {room}: micro-batches of "
         f"{smallest.micro_batch} with {smallest.recomputed} blocks recomputed take least, "
-        f"{format_bytes(smallest.peak)}, most of it {max(parts, key=parts.__getitem__)}{tried}; "
-        f"raise memory_budget beyond that, shorten the samples, "
-        "or shard over more ranks",
+        f"{format_bytes(smallest.peak)}, most of it {dominated_by}{tried}",
         smallest,
+        needed + room.others,
+        dominated_by,
     )
 
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from poise import fake_trace, traced_model, utilization
-from poise._C import Error, PlanJob, PlanLink, PlanTraced, format_bytes
+from poise import fake_trace, misfit, traced_model, utilization
+from poise._C import PlanJob, format_bytes
 from poise._C import plan_search as search
 from poise.engine import Engine
+from poise.misfit import NothingFits
+
+if TYPE_CHECKING:
+    from poise.forecast import Forecast
 
 logger = logging.getLogger("poise")
 
@@ -57,8 +60,20 @@ def of(args: Any) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a run is, for a plan of it: the optimizer, the precision ("fp32", "bf16" or "bf16-autocast"),
-    samples of an update on all ranks, bytes of each rank, the micro-batch where it must stay."""
+    """What a run is, for a plan of it.
+
+    Attributes:
+      ranks, device: that it trains on.
+      optimizer, momentum, moments: as in the configuration.
+      precision: "fp32", "bf16" or "bf16-autocast".
+      global_batch: samples of an update on all ranks.
+      budget: bytes of each rank.
+      micro_batch: that stays where the loss may not be split.
+      shard_ranks: of a group that shards; 0: all.
+      away: where gradients, parameters and activations lie: none, host, file.
+      recomputed: which blocks recompute their activations, where that is given.
+      selective: and keep some.
+    """
 
     ranks: int
     device: torch.device
@@ -69,7 +84,15 @@ class Task:
     global_batch: int
     budget: int
     micro_batch: int = 0
-    shard_ranks: int = 0  # of a group that shards; 0: all
+    shard_ranks: int = 0
+    away: tuple[str, str, str] = ("none", "none", "none")
+    recomputed: tuple[bool, ...] | None = None
+    selective: bool = False
+
+    @property
+    def mine(self) -> int:
+        """Samples of an update on each rank."""
+        return max(1, self.global_batch // self.ranks)
 
     def job(self) -> PlanJob:
         job = PlanJob()
@@ -77,7 +100,7 @@ class Task:
         job.compute_in(*traced_model.PRECISIONS[self.precision])
         job.optimize_with(self.optimizer, self.momentum, self.moments)
         job.global_batch, job.budget = self.global_batch, self.budget
-        job.micro_batch, job.sequence = self.micro_batch, 1
+        job.sequence = 1
         job.shard_ranks = [self.shard_ranks or self.ranks]
         job.threads = torch.get_num_threads()
         return job
@@ -91,42 +114,33 @@ def choices(stages: Sequence[int], optimizers: Sequence[str]) -> list[Placement]
 
 
 def in_order(
-    found: Sequence[Placement],
-    task: Task,
-    model: nn.Module,
-    blocks: list[tuple[str, nn.Module]],
-    sample_of: Callable[[], Any],
-    loss_of: Callable[[Any], torch.Tensor],
+    found: Sequence[Placement], forecast: Forecast, *, warns: bool = False
 ) -> list[Placement]:
     """Those that may fit, the most promising first: the fastest plan that fits, what needs least at last.
 
     Args:
       found: to choose from, in the order they are wanted in where their time is not known.
-      task: what the run is.
-      model, blocks: and its blocks by name.
-      sample_of: makes a batch of the longest kind, where one is needed.
-      loss_of: gives the scalar loss of a batch.
+      forecast: of the run.
+      warns: where states alone take more than the budget, whatever the placement, that is said, and
+        the one that holds least remains.
 
     Raises:
-      Error: where states alone take more than the budget, whatever the placement.
+      NothingFits: then, unless it warns.
     """
-    if len(found) == 1:
-        return list(found)
-    held = {place: _held(place, task, model, blocks) for place in found}
-    possible = [place for place in found if held[place] < task.budget]
+    budget = forecast.task.budget
+    possible = [place for place in found if forecast.held(place) < budget]
     if not possible:
-        least = min(held.values())
-        raise Error(
-            f"[plan] what is held between micro-batches takes {format_bytes(least)} at the least, of "
-            f"{format_bytes(task.budget)} that were given: with every stage that {task.ranks} "
-            f"rank{'s' if task.ranks > 1 else ''} may have and, where it may leave, the optimizer's "
-            "state away from the device; raise memory_budget well above that, offload parameters "
-            "and gradients too, or start more ranks"
-        )
+        least = min(found, key=forecast.held)
+        error = NothingFits(_states_text(forecast, least), None, dominated_by="what is held always")
+        error = misfit.explained(error, forecast, [least], warns=warns)
+        if not warns:
+            raise error
+        logger.warning("%s; it begins all the same, since on_misfit is warn", error)
+        return [least]
     if len({place.stage for place in possible}) == 1:
         return possible
     try:
-        return _planned(possible, task, model, blocks, sample_of(), loss_of)
+        return _planned(possible, forecast)
     except fake_trace.Untraceable as error:
         logger.warning("%s; the lowest stage that holds the states is tried first", error)
         return possible
@@ -146,41 +160,28 @@ def unmake(engine: Engine) -> None:
         parameter.data = master.to(parameter.device)
 
 
-def _held(
-    place: Placement, task: Task, model: nn.Module, blocks: list[tuple[str, nn.Module]]
-) -> int:
-    """Bytes of states on each rank."""
-    flats, rest, _ = traced_model.flats_of(model, blocks)
-    nothing = PlanLink("the model", -1, False, [0, 0, 0], [0, 0, 0], 0, 0)
-    job = task.job()
-    job.trace(type(model).__name__, PlanTraced(flats, rest, [1], [[nothing]]))
-    return sum(_searched(job, place).best.held.values())
-
-
-def _planned(
-    found: Sequence[Placement],
-    task: Task,
-    model: nn.Module,
-    blocks: list[tuple[str, nn.Module]],
-    sample: Any,
-    loss_of: Callable[[Any], torch.Tensor],
-) -> list[Placement]:
-    mine = max(1, task.global_batch // task.ranks)
-    sizes = [task.micro_batch] if task.micro_batch else sorted({1, min(4, mine), mine})
-    traced = traced_model.by_fake_tensors(
-        model, sample, loss_of, blocks, task.precision, sizes, device=task.device
+def _states_text(forecast: Forecast, least: Placement) -> str:
+    task = forecast.task
+    return (
+        f"[plan] what is held between micro-batches takes {format_bytes(forecast.held(least))} at the "
+        f"least, of {format_bytes(task.budget)} that were given: with every stage that {task.ranks} "
+        f"rank{'s' if task.ranks > 1 else ''} may have and, where it may leave, the optimizer's state "
+        "away from the device"
     )
-    job = task.job()
-    job.budget = int(SURE_SHARE * task.budget)
-    job.trace(type(model).__name__, traced)
+
+
+def _planned(found: Sequence[Placement], forecast: Forecast) -> list[Placement]:
+    sure = int(SURE_SHARE * forecast.task.budget)
     plans = []
     for number, place in enumerate(found):
-        answer, tries = _searched(job, place), _tries(job, place, mine)
+        job = forecast.job(place)
+        job.budget = sure
+        answer, tries = search(job), _tries(job, forecast.task.mine)
         kept = dataclasses.replace(place, keep_gathered=answer.best.keep_gathered)
         # Code around a Trainer that touches parameters would meet shards: stage 3 comes after the others.
         order = (
             not answer.fits,
-            tries > job.budget,
+            tries > sure,
             place.optimizer != "none",
             place.stage == 3,
             answer.best.seconds["update"] if answer.fits else answer.floor,
@@ -190,22 +191,12 @@ def _planned(
     return [place for _, place in sorted(plans, key=lambda plan: plan[0])]
 
 
-def _tries(job: PlanJob, place: Placement, mine: int) -> int:
+def _tries(job: PlanJob, mine: int) -> int:
     """What a balance holds that looks for the split: it tries the second smallest micro-batch with
     everything kept, and on several ranks none of these trials may run out of memory."""
-    before = job.micro_batch
-    if before == 0:
+    if job.micro_batch == 0:
         job.micro_batch = next((n for n in range(2, mine + 1) if mine % n == 0), 1)
-    try:
-        return int(_searched(job, place).front[0].peak_bytes)
-    finally:
-        job.micro_batch = before
-
-
-def _searched(job: PlanJob, place: Placement) -> Any:
-    job.stages = [place.stage]
-    job.may_offload([[place.optimizer, "none", "none", "none"]])
-    return search(job)
+    return int(search(job).front[0].peak_bytes)
 
 
 def _device_name(device: torch.device) -> str:

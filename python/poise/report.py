@@ -176,19 +176,24 @@ def _plan(lines: list[dict[str, Any]]) -> str:
     plan = next((line["plan"] for line in lines if isinstance(line.get("plan"), dict)), None)
     if plan is None:
         return ""
-    predicted, measured = (
-        {"all": sum(plan[k].values()), **plan[k]} for k in ("predicted", "measured")
+    foretold, predicted, measured = (
+        {"all": sum(part.values()), **part}
+        for part in (plan.get(k, {}) for k in ("foretold", "predicted", "measured"))
     )
+    first = foretold["all"] > 0  # else what was planned stands for it
     rows = []
     for name in {**predicted, **measured}:
         a, b = predicted.get(name, 0), measured.get(name, 0)
         if a or b:
             off = f"{b / a - 1:+.1%}" if a else ""
-            rows.append((name, format_bytes(int(a)), format_bytes(int(b)), off))
+            before = [format_bytes(int(foretold.get(name, 0)))] if first else []
+            rows.append((name, *before, format_bytes(int(a)), format_bytes(int(b)), off))
     a, b = plan.get("predicted_seconds", 0), plan.get("measured_seconds", 0)
     if a and b:
-        rows.append(("time", f"{a:.3g} s", f"{b:.3g} s", f"{b / a - 1:+.1%}"))
-    head = ("account", "planned", "measured", "")
+        before = [""] if first else []
+        rows.append(("time", *before, f"{a:.3g} s", f"{b:.3g} s", f"{b / a - 1:+.1%}"))
+    before = ["before anything was allocated"] if first else []
+    head = ("account", *before, "planned", "measured", "")
     return f"<h2>Plan against measured, at the peak of update 1</h2>{_table(rows, head)}"
 
 

@@ -75,6 +75,15 @@ def held_besides(engine: Engine) -> int:
     return max(0, torch.cuda.memory_allocated(device) - int(engine.memory()["current_bytes"]))
 
 
+def untold(device: torch.device) -> str:
+    """The name of a GPU's allocator that tells nothing of what it gives out, so that all traces hold 0
+    bytes; empty: it is torch's own, or the device a CPU."""
+    if device.type != "cuda":
+        return ""
+    name = torch.cuda.get_allocator_backend()
+    return "" if name == "native" else name
+
+
 @contextlib.contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Random states and buffers are at the end what they were at the beginning."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from poise import (
@@ -19,19 +18,25 @@ from poise import (
     evaluation,
     generators,
     imported,
+    misfit,
     model_view,
     placement,
     ranks,
     run_data,
+    separable,
     traced_model,
     trainer_balance,
     trainer_data,
 )
+from poise._batch import repeated
 from poise._C import Error, StepResult
 from poise.config import keeps_whole, settings_of
 from poise.engine import Engine
+from poise.forecast import Forecast, fixed_recomputation, foretold, told
 from poise.loss import Loss
+from poise.misfit import NothingFits
 from poise.model_call import ModelCall
+from poise.placement import Placement
 from poise.profiling import Profiling
 from poise.run_file import RunFile
 from poise.run_report import RunReport
@@ -149,22 +154,20 @@ class _Run:
             )
         random = generators.Snapshot()  # the run draws as if nothing had been tried
         sample = next(self._data.windows)[0]  # of one sample
-        places = self._placements(sample)
-        for place in places:
-            settings["offload"]["optimizer"] = place.optimizer
-            self._engine = Engine(self._model, settings, device=self._device)
-            self._model.train()
-            try:
-                self._found = self._balance_of(sample, warns=place is places[-1])
-                break
-            except balance.NothingFits:
-                if place is places[-1]:
-                    raise
-            placement.unmake(self._engine)
+        forecast = self._forecast(sample)
+        warns = settings["memory"]["on_misfit"] == "warn"
+        places = placement.in_order(self._open_placements(), forecast, warns=warns)
+        told(forecast, places[0], self._report.note)
+        try:
+            place = self._measured_balance(sample, places)
+        except (NothingFits, torch.OutOfMemoryError) as error:
+            raise misfit.explained(error, forecast, places, warns=warns) from error
         random.restore()
         if self._found.may_split:
             self._halving = trainer_balance.Halving(self._engine, self._report.note)
         chosen = self._found.chosen
+        foreseen = foretold(forecast, place, chosen)
+        self._found = dataclasses.replace(self._found, foretold=foreseen)
         batch["micro_batch_size"], self._accumulation = chosen.micro_batch, chosen.accumulation
         self._engine.set_accumulation(self._accumulation)
         settings["checkpointing"] = self._engine.checkpointing
@@ -174,12 +177,34 @@ class _Run:
         for line in trainer_balance.lines(self._found, budget, where):
             self._report.note(line)
 
-    def _placements(self, sample: Any) -> list[placement.Placement]:
+    def _measured_balance(self, sample: Any, places: list[Placement]) -> Placement:
+        """Makes the engine; anew where nothing fits while states lie as they were planned to."""
+        for place in places:
+            self._settings["offload"]["optimizer"] = place.optimizer
+            self._engine = Engine(self._model, self._settings, device=self._device)
+            self._model.train()
+            try:
+                self._found = self._balance_of(sample, warns=place is places[-1])
+                break
+            except NothingFits:
+                if place is places[-1]:
+                    raise
+            placement.unmake(self._engine)
+        return place
+
+    def _open_placements(self) -> list[Placement]:
         """The optimizer's states lie on the host where nothing fits otherwise, unless the file says."""
         settings = self._settings
         optimizer, where = settings["optimizer"], settings["offload"]["optimizer"]
         is_open = "offload.optimizer" not in self._file.given and where == "none"
         may_leave = optimizer["type"] in placement.OFFLOADED_OPTIMIZERS
+        return placement.choices([0], ["none", "host"] if is_open and may_leave else [where])
+
+    def _forecast(self, sample: Any) -> Forecast:
+        settings = self._settings
+        optimizer, offload = settings["optimizer"], settings["offload"]
+        samples, policy = settings["batch"]["global_batch_size"], settings["checkpointing"]
+        blocks = model_view.find_units(self._model)
         task = placement.Task(
             1,
             self._device,
@@ -187,21 +212,29 @@ class _Run:
             optimizer["momentum"],
             optimizer["moments"],
             traced_model.precision_of(settings["precision"]),
-            settings["batch"]["global_batch_size"],
+            samples,
             settings["memory"]["budget_bytes"],
+            trainer_balance.largest_usual(samples),
+            0,
+            (offload["gradients"], offload["parameters"], offload["activations"]),
+            *fixed_recomputation(
+                policy if policy["policy"] != "none" else None, self._model, blocks
+            ),
         )
-        found = placement.choices([0], ["none", "host"] if is_open and may_leave else [where])
-        blocks = model_view.find_units(self._model)
-        return placement.in_order(found, task, self._model, blocks, lambda: sample, self._loss)
+        known = separable.has_known_head(self._model)
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            loss = self._loss(batch)
+            return loss.value.sum() if loss.kind == "per_token" else loss.value
+
+        def may_split() -> bool:
+            return separable.obstacle(self._model) is None and (known or self._call.came_counted)
+
+        return Forecast(task, self._model, blocks, lambda: sample, loss_of, may_split)
 
     def _balance_of(self, sample: Any, *, warns: bool) -> balance.Balance:
         """Where nothing fits and memory.on_misfit is warn, the smallest there is, if `warns`."""
         settings = self._settings
-
-        def batch_of(size: int) -> Any:
-            return tree_map(
-                lambda v: v.expand(size, *v.shape[1:]) if isinstance(v, torch.Tensor) else v, sample
-            )
 
         samples = settings["batch"]["global_batch_size"]
         sizes = trainer_balance.micro_batches(
@@ -210,13 +243,13 @@ class _Run:
         try:
             found = balance.find(
                 self._engine,
-                batch_of,
+                lambda size: repeated(sample, size),
                 self._loss,
                 samples=samples,
                 budget=settings["memory"]["budget_bytes"],
                 micro_batches=sizes,
             )
-        except balance.NothingFits as error:
+        except NothingFits as error:
             if settings["memory"]["on_misfit"] == "refuse" or not warns:
                 raise
             return balance.smallest(self._engine, error, may_split=sizes is None)

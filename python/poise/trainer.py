@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from poise import (
     generators,
     hand_update,
     meta,
+    misfit,
     model_choice,
     model_view,
     placement,
@@ -30,13 +32,14 @@ from poise import (
     trackers,
     trainer_balance,
     trainer_data,
+    trainer_forecast,
     unused_overrides,
     utilization,
     wrong_batch,
 )
 from poise._C import Error, StepResult, WindowDropped
 from poise.accelerator_view import AcceleratorView
-from poise.balance import Balance, NothingFits
+from poise.balance import Balance
 from poise.best_model import BestModel
 from poise.callbacks import TrainerControl, TrainerState
 from poise.chunked_head import ChunkedHead
@@ -44,9 +47,11 @@ from poise.config import settings_of
 from poise.data import WindowIterator
 from poise.deepspeed import of_trainer
 from poise.engine import Engine
+from poise.forecast import Forecast, foretold, told
 from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
+from poise.misfit import NothingFits
 from poise.model_call import ModelCall
 from poise.own_step import OwnStep
 from poise.placement import Placement
@@ -453,8 +458,24 @@ class Trainer(TrainerEvaluation):
 
     def _find_balance(self, updates: int) -> Balance:
         """Makes the engine; anew where nothing fits while states lie as they were planned to."""
+        known = self._makes_no_torch_optimizer()  # what its optimizer holds
+        forecast = self._forecast() if known else None
+        places = [placement.of(self.args)]
+        if forecast is not None and self.engine is None:
+            places = trainer_forecast.placements(self.args, self.model, forecast)
+            told(forecast, places[0], self._say)
+        try:
+            found = self._measured_balance(places, updates)
+        except (NothingFits, torch.OutOfMemoryError) as error:
+            warns = self.args.on_misfit == "warn"
+            raise misfit.explained(error, forecast, places, warns=warns) from error
+        if forecast is None:
+            return found
+        chosen = foretold(forecast, placement.of(self.args), found.chosen)
+        return dataclasses.replace(found, foretold=chosen)
+
+    def _measured_balance(self, places: list[Placement], updates: int) -> Balance:
         given = self.args
-        places = self._placements()
         for place in places:
             self.args = given.placed(place)
             self._make_engine(updates)
@@ -478,13 +499,18 @@ class Trainer(TrainerEvaluation):
         self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
         return found
 
-    def _placements(self) -> list[Placement]:
-        """One alone where somebody else keeps the optimizer, or an earlier run's engine goes on."""
-        own = self.engine is None and self._makes_no_torch_optimizer()
-        if not own or len(self.args.open_placements) == 1:
-            return [placement.of(self.args)]
-        return trainer_balance.placements(
-            self.args, self.model, self._units, self.train_dataset, self._collate(), self._loss_of
+    def _forecast(self) -> Forecast:
+        own = not self._overrides("compute_loss")
+        data, collate = self.train_dataset, self._collate()
+        return trainer_forecast.forecast_of(
+            self.args,
+            self.model,
+            self._units,
+            data,
+            collate,
+            self._call,
+            self._loss_of,
+            own_loss=own,
         )
 
     def _use(self) -> dict[str, Any]:
@@ -514,17 +540,6 @@ class Trainer(TrainerEvaluation):
         count = self._call.count(batch)
         return self._step.run(
             self.engine, lambda: self.training_step(self.model, batch, count), count
-        )
-
-    def _forward_scope(self) -> contextlib.AbstractContextManager:
-        """Of an evaluation: the engine's where there is one, so that the ledger counts it too."""
-        if self.engine is not None:
-            return self.engine.forward_scope()
-        if not meta.is_meta(self.model):
-            model_view.moved_to(self.model, self._device)  # where it waited for an engine
-        dtype = self.args.autocast_dtype
-        return torch.autocast(
-            self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
         )
 
     def _eval_every(self, log: RunLog) -> int:
@@ -559,8 +574,12 @@ class Trainer(TrainerEvaluation):
 
     def _note_types(self, before: set[torch.dtype]) -> None:
         """Says it where the engine keeps parameters in another type than the model came in."""
-        line = banner.changed_types(before, banner.types(self.model))
-        if line and not self.args.is_quiet and self._group.rank == 0:
+        if line := banner.changed_types(before, banner.types(self.model)):
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        """Where there is no log yet."""
+        if not self.args.is_quiet and self._group.rank == 0:
             print(line, file=sys.stderr)
 
     def _show_banner(self, run: RunLength, data: Any) -> None:

@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from poise import (
     balance,
     generators,
-    model_view,
-    placement,
     ranks,
+    separable,
     trace,
-    traced_model,
     trainer_data,
 )
 from poise._batch import samples_in
@@ -27,23 +24,12 @@ from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.loss import Loss
 from poise.model_call import ModelCall
-from poise.placement import Placement
 from poise.training_arguments import TrainingArguments
 
 logger = logging.getLogger("poise")
 
 LOOKED_AT = 256  # samples among which the longest is taken
 USUAL_MICRO_BATCH = 8  # of TrainingArguments, kept where the loss may not be split otherwise
-# Heads of transformers whose loss is a mean over tokens or samples by themselves.
-SEPARABLE_HEADS = (
-    "ForCausalLM",
-    "LMHead",
-    "ForMaskedLM",
-    "ForConditionalGeneration",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForImageClassification",
-)
 
 
 def find(
@@ -81,7 +67,7 @@ def _find(
     warns: bool,
     own_loss: bool,
 ) -> balance.Balance:
-    sample = _longest(dataset, args, collate)
+    sample = longest(dataset, args, collate)
     samples = args.global_batch_size // args.world_size
     engine.model.train()
 
@@ -113,61 +99,14 @@ def _find(
         return balance.smallest(engine, error, may_split=sizes is None)
 
 
-def placements(
-    args: TrainingArguments,
-    model: nn.Module,
-    units: model_view.UnitChoice,
-    dataset: Any,
-    collate: Callable | None,
-    loss_fn: Callable[[Any], Loss],
-) -> list[Placement]:
-    """Where states may lie, the most promising first; all ranks find the same.
-
-    Raises Error where they do not fit the budget wherever they lie.
-    """
-    check_data(dataset, args)
-    task = placement.Task(
-        args.world_size,
-        args.device,
-        args.engine_optimizer,
-        0.9 if args.engine_optimizer == "lars" else 0.0,
-        args.engine_moments,
-        "bf16-autocast" if args.autocast_dtype is not None else "fp32",
-        args.global_batch_size,
-        _bytes(args.memory_budget),
-        0 if traced_model.may_split(model, args.separable_loss) else _usual(args),
-        args.zero_shard_group_size,
-    )
-
-    def loss_of(batch: Any) -> torch.Tensor:
-        loss = loss_fn(batch)
-        return loss.value.sum() if loss.kind == "per_token" else loss.value
-
-    def sample() -> Any:
-        return (collate or default_collate)([_longest(dataset, args, collate)])
-
-    found, blocks = args.open_placements, model_view.find_units(model, units)
-    if model_view.is_compiled(model):  # its blocks cannot be run one by one
-        found = [place for place in found if place.stage < 3]
-    random = generators.Snapshot()
-    try:
-        return placement.in_order(found, task, model, blocks, sample, loss_of)
-    finally:
-        random.restore()
-
-
-def _usual(args: TrainingArguments) -> int:
-    """The micro-batch where it may not be chosen."""
-    return _largest_usual(args.global_batch_size // args.world_size)
-
-
-def _largest_usual(samples: int) -> int:
+def largest_usual(samples: int) -> int:
+    """The micro-batch of so many samples where it may not be chosen."""
     return max(n for n in range(1, USUAL_MICRO_BATCH + 1) if samples % n == 0)
 
 
 def micro_batches(
     engine: Engine,
-    separable: bool | None,
+    is_separable: bool | None,
     call: ModelCall,
     try_loss: Callable[[], Loss],
     samples: int,
@@ -178,15 +117,15 @@ def micro_batches(
 
     Args:
       engine: of the run.
-      separable: what was said of the loss; None: nothing.
+      is_separable: what was said of the loss; None: nothing.
       call: makes the losses.
       try_loss: makes one.
       samples: of one update on this rank.
       own_loss: what `call` makes is the loss.
     """
-    if _may_split(engine, separable, call, try_loss, own_loss):
+    if _may_split(engine, is_separable, call, try_loss, own_loss):
         return None
-    return [_largest_usual(samples)]
+    return [largest_usual(samples)]
 
 
 def check_data(dataset: Any, args: TrainingArguments) -> None:
@@ -207,6 +146,12 @@ def check_data(dataset: Any, args: TrainingArguments) -> None:
 def lines(found: balance.Balance, budget: int | str, where: str = "") -> list[str]:
     """For people, before the first update; `where`: states lie (Placement.describe)."""
     best = found.chosen
+    if not found.fits:
+        return [
+            f"  plan: nothing fits {format_bytes(_bytes(budget))}; it begins with what takes least: "
+            f"micro-batch {best.micro_batch} x accumulation {best.accumulation}, {best.recomputed} "
+            f"blocks recomputed{where}"
+        ]
     text = [
         f"  plan: {found.candidates} candidates; the fastest that fits "
         f"{format_bytes(_bytes(budget))} holds {format_bytes(best.peak)}: micro-batch "
@@ -235,17 +180,27 @@ def compared(found: balance.Balance, result: StepResult) -> list[str]:
     ]
     return [
         f"  plan: peak {format_bytes(predicted)} predicted, {format_bytes(measured)} measured "
-        f"({measured / predicted - 1:+.1%})",
+        f"({measured / predicted - 1:+.1%}){_foretold(found, measured)}",
         f"        {', '.join(accounts)}",
         *_seconds_compared(found.chosen.seconds, result.forward_seconds + result.backward_seconds),
     ]
 
 
+def _foretold(found: balance.Balance, measured: int) -> str:
+    said = sum(found.foretold.values())
+    if said == 0:
+        return ""
+    return f"; {format_bytes(said)} before anything was allocated ({measured / said - 1:+.1%})"
+
+
 def metrics(found: balance.Balance, result: StepResult) -> dict[str, Any]:
-    """The same for metrics.jsonl: bytes by account at the peak, and seconds of forward and backward."""
+    """The same for metrics.jsonl: bytes by account at the peak (foretold: before anything was allocated),
+    and seconds of forward and backward."""
     if not found.accounts or result.peak_bytes == 0:
         return {}
+    foretold = {"foretold": found.foretold} if found.foretold else {}
     return {
+        **foretold,
         "predicted": found.accounts,
         "measured": result.accounts,
         "predicted_seconds": found.chosen.seconds,
@@ -333,31 +288,23 @@ def _restore(state: Any, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> No
 
 def _may_split(
     engine: Engine,
-    separable: bool | None,
+    is_separable: bool | None,
     call: ModelCall,
     try_loss: Callable[[], Loss],
     own_loss: bool,
 ) -> bool:
     """Whether another micro-batch is the same training; says so where it is not known."""
-    if separable is not None:
-        return separable
-    model = engine.model
+    if is_separable is not None:
+        return is_separable
     # Of what the model itself returns: a loss of its outputs may be of pairs, for example.
     known = own_loss and call.models_loss
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if norms:
-        reason = "has BatchNorm layers, which see one micro-batch"
-    elif getattr(getattr(model, "config", None), "output_router_logits", False):
-        reason = "adds a loss that balances its experts over a micro-batch"
-    elif known and any(head in type(model).__name__ for head in SEPARABLE_HEADS):
-        return True
-    elif _says_count(engine, call, try_loss):
-        return True
-    else:
-        reason = (
-            f"{'returns' if known else 'has a loss of its outputs that is'} a mean without saying over "
-            "how many tokens or samples, which may depend on who shares a micro-batch"
-        )
+    reason = separable.obstacle(engine.model)
+    if reason is None:
+        known_head = known and separable.has_known_head(engine.model)
+        if known_head or _says_count(engine, call, try_loss):
+            return True
+        whose = "returns" if known else "has a loss of its outputs that is"
+        reason = f"{whose} {separable.UNCOUNTED}"
     logger.warning(
         "[trainer] the model %s: the micro-batch stays at most %d and only recomputation is chosen; "
         "separable_loss=True of the Trainer says that the loss may be split, False that it may not",
@@ -379,7 +326,7 @@ def _says_count(engine: Engine, call: ModelCall, try_loss: Callable[[], Loss]) -
     return call.came_counted
 
 
-def _longest(dataset: Any, args: TrainingArguments, collate: Callable | None) -> Any:
+def longest(dataset: Any, args: TrainingArguments, collate: Callable | None) -> Any:
     """The sample with most elements among the first ones."""
     count = trainer_data.examples(dataset) or 0
     if count == 0:

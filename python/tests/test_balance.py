@@ -286,23 +286,6 @@ def test_a_contrastive_loss_is_not_split_whatever_its_model_is_called(tmp_path, 
     assert trainer._halving is not None and not caplog.text
 
 
-def test_a_budget_below_the_floor_names_it(tmp_path):
-    with pytest.raises(
-        balance.NothingFits, match=r"take least, .*, most of it optimizer; raise memory"
-    ) as raised:
-        model = Net()
-        engine = engine_of(model)
-        balance.find(engine, batch_of, call(model), samples=16, budget=1000)
-    smallest = raised.value.smallest
-    assert smallest.micro_batch == 1
-    assert engine.checkpointing["policy"] == "none"
-    with pytest.raises(
-        poise.Error,
-        match="micro-batch of 1 with every block recomputed ran out .*most of it optimizer",
-    ):
-        train(tmp_path, memory_budget=790_000, offload_optimizer="none")
-
-
 def test_data_with_batches_of_its_own_cannot_be_split(tmp_path):
     args = poise.TrainingArguments(
         str(tmp_path), global_batch_size=8, memory_budget="64MiB", use_cpu=True
@@ -381,6 +364,17 @@ def test_what_others_hold_on_the_gpu_is_no_room_for_the_engine(monkeypatch):
         balance.NothingFits, match="of which what is not the engine's holds 1.00 GiB"
     ):
         find(GIB + least // 2)
+
+
+@pytest.mark.parametrize(("name", "said"), [("cudaMallocAsync", True), ("native", False)])
+def test_an_allocator_that_tells_nothing_is_said_in_the_plan(monkeypatch, caplog, name, said):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: name)
+    assert trace.untold(torch.device("cuda", 0)) == (name if said else "")
+    assert trace.untold(torch.device("cpu")) == ""
+    monkeypatch.setattr(trace, "untold", lambda device: name if said else "")
+    engine = engine_of(Net())
+    balance.find(engine, batch_of, call(engine.model), samples=2, budget=GIB)
+    assert ("the GPU's allocator cudaMallocAsync does not tell" in caplog.text) == said
 
 
 @pytest.mark.parametrize(("dropout", "norm"), [(0.0, False), (0.5, False), (0.5, True)])

@@ -12,6 +12,7 @@ import rank_processes
 import torch
 from poise import cli, placement
 from poise.config import settings_of
+from poise.forecast import Forecast
 from poise.placement import Placement, Task
 from test_balance import Net, batch_of, engine_of, samples, train
 
@@ -74,13 +75,14 @@ def test_a_given_torch_optimizer_stays_where_it_is(tmp_path):
         train_dataset=samples(),
         optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-3), None),
     )
-    assert trainer._placements() == [Placement()]
+    trainer.train()
+    assert placement.of(trainer.args) == Placement()
 
 
 def test_states_that_never_fit_are_named(tmp_path):
     with pytest.raises(
         poise.Error,
-        match=r"held between micro-batches takes .* that 1 rank may have .* raise memory_budget",
+        match=r"held between micro-batches takes .* that 1 rank may have .*; the nearest budget that works",
     ):
         train(tmp_path, memory_budget=1000)
 
@@ -95,7 +97,8 @@ def order(ranks, budget, model=None, loss=None, stages=(0, 1, 2, 3)):
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
     found = placement.choices(stages, ["none", "host"])
     loss = loss or (lambda batch: model(**batch)[0])
-    return placement.in_order(found, task(ranks, budget), model, blocks, lambda: batch_of(1), loss)
+    forecast = Forecast(task(ranks, budget), model, blocks, lambda: batch_of(1), loss)
+    return placement.in_order(found, forecast)
 
 
 def test_stages_come_in_the_order_of_their_plans():

@@ -1,0 +1,106 @@
+"""What a run will hold, said before its engine is made, and held to what it then held."""
+
+from __future__ import annotations
+
+import json
+
+import poise
+import pytest
+import torch
+from poise import cli, report, train_command
+from poise import trainer as trainer_module
+from test_balance import LENGTH, Net, train
+from test_placement import FUNCTION
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plan_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(line["plan"] for line in lines if "plan" in line), lines
+
+
+@pytest.mark.parametrize("given", [{}, {"checkpointing": "every_n"}, {"bf16": True}])
+def test_it_is_said_before_anything_is_allocated_and_right(tmp_path, monkeypatch, capsys, given):
+    ledger, seen = poise.memory.Ledger(), {}
+    real, engine = trainer_module.told, trainer_module.Engine
+
+    def told(forecast, place, note):
+        before = ledger.snapshot().current_bytes
+        ledger.reset_peak()
+        real(forecast, place, note)
+        seen["bytes"] = ledger.snapshot().peak_bytes - before
+        seen["said"] = capsys.readouterr().err
+
+    def made(*arguments, **keywords):
+        assert "said" in seen
+        return engine(*arguments, **keywords)
+
+    monkeypatch.setattr(trainer_module, "told", told)
+    monkeypatch.setattr(trainer_module, "Engine", made)
+    model = Net()
+    with ledger:
+        trainer, _ = train(tmp_path, model=model, memory_budget="64MiB", **given)
+    generator, sample = torch.get_rng_state().numel(), 2 * LENGTH * 8
+    assert 0 < seen["bytes"] <= 2 * generator + 4 * sample  # what was looked at, and put back
+    assert "plan, before anything is allocated: micro-batch " in seen["said"]
+    assert "would hold" in seen["said"]
+    plan, lines = plan_of(tmp_path)
+    foretold, measured = (sum(plan[key].values()) for key in ("foretold", "measured"))
+    assert foretold == pytest.approx(measured, rel=0.05 if given.get("bf16") else 0.02)
+    assert "before anything" in report.page(lines, "run")
+
+
+def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(tmp_path, capsys):
+    class Looks(Net):
+        def forward(self, ids, labels):
+            loss, count = super().forward(ids, labels)
+            return loss * float(ids.float().mean() * 0 + 1), count
+
+    train(tmp_path, model=Looks(), memory_budget="64MiB")
+    said = capsys.readouterr().err
+    assert "nothing can be said before anything is allocated" in said
+    assert "does not run without data" in said and "are measured instead" in said
+    plan, _ = plan_of(tmp_path)
+    assert "foretold" not in plan
+
+
+def test_a_run_draws_the_same_numbers_with_and_without(tmp_path):
+    def run(folder, **given):
+        torch.manual_seed(3)
+        return train(tmp_path / folder, model=Net(dropout=0.5), max_steps=2, **given)
+
+    found, planned = run("found", memory_budget="64MiB")
+    size = found.args.per_device_train_batch_size
+    checkpointing = found.args.checkpointing
+    _, given = run("given", per_device_train_batch_size=size, checkpointing=checkpointing)
+    assert planned == given
+
+
+def test_poise_train_of_a_model_of_python_says_it_first_too(tmp_path, monkeypatch, capfd):
+    (tmp_path / "foretold_net.py").write_text(FUNCTION)
+    path = tmp_path / "run.json"
+    document = {
+        "model": {"import": "foretold_net:build"},
+        "batch": {"global_batch_size": 8},
+        "memory": {"budget_bytes": "64MiB"},
+        "train": {"output_dir": str(tmp_path / "out"), "max_updates": 2},
+    }
+    path.write_text(json.dumps(document))
+    engine, seen = train_command.Engine, []
+
+    def made(*arguments, **keywords):
+        seen.append(capfd.readouterr().out)
+        return engine(*arguments, **keywords)
+
+    monkeypatch.setattr(train_command, "Engine", made)
+    assert cli.main(["train", str(path)]) == 0
+    assert "plan, before anything is allocated: micro-batch " in seen[0]
+    plan, _ = plan_of(tmp_path / "out")
+    assert sum(plan["foretold"].values()) == pytest.approx(sum(plan["measured"].values()), rel=0.02)
