@@ -8,16 +8,15 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from poise import imported, planning, run_data, traced_model
-from poise._C import Error, format_bytes
+from poise import imported, planning, run_data, separable, traced_model
+from poise._batch import repeated
+from poise._C import Error, budget_text, format_bytes
 from poise.config import settings_of
-from poise.loss import Loss
 from poise.model_call import ModelCall
 from poise.planning import Plan, PlanAnswer
 from poise.run_file import RunFile
 from poise.seeding import seed_everything
+from poise.trainer_balance import USUAL_MICRO_BATCH
 
 ROWS = 8  # of the front that are printed
 
@@ -93,11 +92,13 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
             "[plan] the run offloads, which is not planned for a model of Python; call "
             "poise.plan(..., offload=...) instead"
         )
+    known = separable.obstacle(made.model) is None and separable.has_known_head(made.model)
     return planning.plan(
         made.model,
-        next(data.windows)[0],
+        repeated(next(data.windows)[0], USUAL_MICRO_BATCH),  # kept where the loss may not be split
         global_batch_size=batch["global_batch_size"] or max(1, size) * max(1, count),
-        loss_fn=lambda inputs: _scalar(call.loss_and_outputs(inputs)[0]),
+        loss_fn=lambda inputs: call.loss_and_outputs(inputs)[0],
+        separable_loss=True if known else None,  # else the loss says it
         gpus=options.gpus,
         ranks_per_node=options.per_node,
         nodes=options.nodes,
@@ -115,10 +116,6 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
         gpu_hour=options.price,
         utilisation=options.utilisation,
     )
-
-
-def _scalar(loss: Loss) -> torch.Tensor:
-    return loss.value.sum() if loss.kind == "per_token" else loss.value
 
 
 def _row(plan: Plan, mark: str) -> str:
@@ -148,10 +145,7 @@ def _lines(answer: PlanAnswer, levers: list[planning.Lever]) -> list[str]:
         lines.append(f"Next best, slower by {answer.why}:")
         lines.append(_row(answer.runner_up, ""))
     if not answer.fits:
-        lines.append(
-            f"{format_bytes(answer.missing_bytes)} are missing, most of the need is "
-            f"{answer.dominated_by}"
-        )
+        lines.append(answer.misfit())
     lines += [
         f"  {'another training' if lever.changes_numbers else 'the same training'}: {lever.name}: "
         f"{format_bytes(lever.plan.peak_bytes)}{'' if lever.fits else ' (does not fit)'}"
@@ -174,4 +168,5 @@ def _document(answer: PlanAnswer, levers: list[planning.Lever]) -> dict[str, Any
         return value
 
     moments = [{"moment": name, "accounts": bytes_} for name, bytes_ in answer.moments()]
-    return {**public(answer), "moments": moments, "levers": public(levers)}
+    nearest = {} if answer.fits else {"nearest_budget": budget_text(answer.floor_bytes)}
+    return {**public(answer), **nearest, "moments": moments, "levers": public(levers)}

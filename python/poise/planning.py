@@ -17,6 +17,7 @@ from torch import nn
 
 from poise import _C, fake_trace, model_view, traced_model
 from poise._C import Error, PlanJob, format_bytes, parse_bytes
+from poise.planned_loss import PlannedLoss
 from poise.traced_model import PRECISIONS
 
 _PLACES = ("none", "host", "file")
@@ -146,6 +147,11 @@ class PlanAnswer:
             for lever in _C.plan_levers(self._job)
         ]
 
+    def misfit(self) -> str:
+        """Where nothing fits: the floor, what most of it is, the nearest budget that works, and which
+        levers would fit; else empty."""
+        return "" if self.fits else _C.plan_misfit(self._job, self._found)
+
     def moments(self, plan: Plan | None = None) -> list[tuple[str, dict[str, int]]]:
         """The moments of an update in their order, with the bytes of each account."""
         return _C.plan_moments(self._job, (plan or self.best)._found)
@@ -159,6 +165,7 @@ class PlanAnswer:
             f"{len(best.recomputed)} blocks recomputed",
             f"{format_bytes(best.peak_bytes)} in the {best.peak_moment}",
             f"{best.seconds['update']:.3g} s an update",
+            self.misfit(),
         ]
         return "; ".join(part for part in parts if part)
 
@@ -168,7 +175,7 @@ def plan(
     sample: Any,
     *,
     global_batch_size: int,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    loss_fn: Callable[[Any], Any] | None = None,
     gpus: str = "1xCPU",
     ranks_per_node: int = 8,
     node_link: float = 0,
@@ -196,8 +203,9 @@ def plan(
       sample: a batch of the longest kind, with a first dimension of samples in every tensor that has
         one per sample; its values are not looked at. For a known transformer: tokens of a sequence.
       global_batch_size: samples of one update on all ranks; always kept.
-      loss_fn: gives the scalar loss of a batch, running `model`; None: `model(**batch)` (or
-        `model(*batch)`, `model(batch)`), its `.loss`, or the mean of what it returns.
+      loss_fn: gives the loss of a batch, running `model`, in any form that Engine.step takes; None:
+        `model(**batch)` (or `model(*batch)`, `model(batch)`), its `.loss`, or the mean of what it
+        returns.
       gpus: count and device: "8xH100-80GB", "4xCPU"; a JSON file that describes one: "8xdevice.json";
         the GPU that `poise plan --calibrate` measured: "1xthis".
       ranks_per_node: devices of a node.
@@ -214,13 +222,16 @@ def plan(
         those of a node.
       offload: "host" or "file": states, gradients, parameters and activations may lie there.
       micro_batch_size: fixed instead of searched.
-      separable_loss: whether the loss may be split over micro-batches; None: unless the model has
-        BatchNorm layers, whose micro-batch stays that of the sample.
+      separable_loss: whether the loss may be split over micro-batches; None: where it is known to be a
+        mean or a sum over tokens or samples (the head of a transformers model, a loss that comes with
+        its count, a value of each sample) and the model has no BatchNorm. Else the micro-batch stays
+        that of the sample, which a note says.
       gpu_hour, utilisation: price of a device by the hour and the share of paid hours that train.
 
     Returns:
       The best plan, the front of time against memory, the runner-up and why it lost, and for an
-      impossible budget what is missing; `levers()` says what else would help.
+      impossible budget what is missing; `misfit()` says the nearest budget that works and which of
+      `levers()` would fit.
 
     Raises:
       Error: for a batch that cannot be split over the ranks (with the nearest that can), an unknown
@@ -254,21 +265,28 @@ def plan(
         return _answer(job, [], "a description", notes, gpu_hour, utilisation)
     blocks = fake_trace.blocks_of(model, units)
     mine = max(1, global_batch_size // job.ranks)
-    if job.micro_batch == 0 and not traced_model.may_split(model, separable_loss):
-        rows = traced_model.rows_of(sample)
-        job.micro_batch = traced_model.kept_micro_batch(mine, rows, notes)
-    sizes = traced_model.sizes_of(mine, job.micro_batch or None)
     own = model_view.device_of(model)  # the loss's, too
+    device = own if own.type == "cuda" else fake_trace.CPU
+    loss = PlannedLoss(model, loss_fn)
+    if job.micro_batch == 0:
+        reason = traced_model.why_not_split(loss, sample, separable_loss, device)
+        if reason is not None:
+            rows = traced_model.rows_of(sample)
+            job.micro_batch = traced_model.kept_micro_batch(mine, rows)
+            notes.append(
+                f"{reason}: the micro-batch stays {job.micro_batch}, that of the sample, and the "
+                "other levers are used; separable_loss=True of poise.plan or a Trainer releases it"
+            )
+    sizes = traced_model.sizes_of(mine, job.micro_batch or None)
     traced, how = traced_model.traced(
-        model,
+        loss,
         sample,
-        loss_fn,
         blocks,
         precision,
         sizes,
         notes,
         away=offload is not None,
-        device=own if own.type == "cuda" else fake_trace.CPU,
+        device=device,
     )
     if offload is not None and how != "fake tensors":
         job.may_offload([there for there in _offloads(offload) if there[3] == "none"])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from poise import fake_trace, trace
+from poise import fake_trace, separable, trace
 from poise._C import Error, PlanLink, PlanTraced
 from poise.fake_trace import Traced
+from poise.planned_loss import PlannedLoss
 
 logger = logging.getLogger("poise")
 
@@ -28,12 +28,12 @@ PRECISIONS = {  # name: dtype of forward, of parameters
 
 Runs = dict[tuple[int, bool], Traced]  # by samples, and whether all blocks are recomputed
 Blocks = list[tuple[str, nn.Module]]
+Made = TypeVar("Made")
 
 
 def traced(
-    model: nn.Module,
+    loss: PlannedLoss,
     sample: Any,
-    loss_fn: Callable[[Any], torch.Tensor] | None,
     blocks: Blocks,
     precision: str,
     sizes: list[int],
@@ -43,16 +43,16 @@ def traced(
     device: torch.device = fake_trace.CPU,
 ) -> tuple[PlanTraced, str]:
     """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too."""
-    loss_of = loss_fn or _loss_of(model)
+    model = loss.model
     try:
         chain = by_fake_tensors(
-            model, sample, loss_of, blocks, precision, sizes, away=away, device=device
+            model, sample, loss, blocks, precision, sizes, away=away, device=device
         )
         return chain, "fake tensors"
     except fake_trace.Untraceable as error:
         notes.append(f"{error}; a copy of it was run on real samples instead")
         logger.warning("%s", notes[-1])
-    runs = _measured(model, sample, loss_fn, units_of(blocks), precision, sizes[:2])
+    runs = _measured(loss, sample, units_of(blocks), precision, sizes[:2])
     return _chain(model, blocks, sizes[:2], runs, {}), "a measured micro-batch"
 
 
@@ -95,12 +95,17 @@ def by_fake_tensors(
         sent = {size: run(where, size, away=True) for size in sizes} if away else {}
         return _chain(model, blocks, sizes, runs, sent)
 
+    return _there_or_elsewhere(chain, device)
+
+
+def _there_or_elsewhere(run: Callable[[torch.device], Made], device: torch.device) -> Made:
+    """On the device, or where model or loss name another one, there."""
     try:
-        return chain(device)
+        return run(device)
     except fake_trace.Untraceable as error:
         if torch.cuda.is_available():
             with contextlib.suppress(fake_trace.Untraceable):
-                return chain(_other(device))
+                return run(_other(device))
         raise error
 
 
@@ -218,24 +223,6 @@ def _factored(parameter: torch.Tensor) -> int:
     return parameter.numel() // max(1, columns) + parameter.numel() // max(1, rows)
 
 
-def _loss_of(model: nn.Module) -> Callable[[Any], torch.Tensor]:
-    def loss(batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        elif isinstance(batch, (tuple, list)):
-            output = model(*batch)
-        else:
-            output = model(batch)
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("loss")
-        if found is None:
-            found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        return found.float().mean()
-
-    return loss
-
-
 def rows_of(sample: Any) -> int:
     for leaf in tree_leaves(sample):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -258,45 +245,57 @@ def _resized(sample: Any, size: int) -> Any:
     return tree_map(resize, sample)
 
 
-def may_split(model: nn.Module, separable: bool | None) -> bool:
-    if separable is not None:
-        return separable
-    return not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+def why_not_split(
+    loss: PlannedLoss, sample: Any, given: bool | None, device: torch.device
+) -> str | None:
+    """Why another micro-batch may be another training ("the model has BatchNorm layers, ..."); None: it
+    is the same.
+
+    Args:
+      loss: is run without memory, or of a copy of its model, where nothing else tells.
+      sample: a batch.
+      given: what was said of the loss; None: nothing.
+      device: where model and loss believe to be.
+    """
+    if given is not None:
+        return None if given else "separable_loss is False"
+    reason = separable.obstacle(loss.model)
+    if reason is not None:
+        return f"the model {reason}"
+    if loss.loss_fn is None and separable.has_known_head(loss.model):
+        return None
+    batch = _resized(sample, rows_of(sample))
+
+    def run(where: torch.device) -> None:
+        fake_trace.trace(loss.model, loss, batch, blocks=[], recomputed=False, device=where)
+
+    try:
+        _there_or_elsewhere(run, device)
+    except fake_trace.Untraceable:  # traced() says so
+        loss = loss.of_copy()
+        with torch.no_grad():
+            loss(sample)
+    return None if loss.came_counted else f"the loss is {separable.UNCOUNTED}"
 
 
-def kept_micro_batch(mine: int, rows: int, notes: list[str]) -> int:
-    size = max(n for n in range(1, min(rows, mine) + 1) if mine % n == 0)
-    notes.append(
-        f"the model has BatchNorm layers, which see one micro-batch: it stays {size}, that of the "
-        "sample; separable_loss=True releases it"
-    )
-    return size
+def kept_micro_batch(mine: int, rows: int) -> int:
+    """That of a sample of so many rows, or the largest below that divides what a rank has."""
+    return max(n for n in range(1, min(rows, mine) + 1) if mine % n == 0)
 
 
 def _measured(
-    model: nn.Module,
-    sample: Any,
-    loss_fn: Callable[[Any], torch.Tensor] | None,
-    units: list[str],
-    precision: str,
-    sizes: list[int],
+    loss: PlannedLoss, sample: Any, units: list[str], precision: str, sizes: list[int]
 ) -> Runs:
     """Real micro-batches of a copy of the model, with all blocks recomputed and with none."""
     from poise.engine import Engine
 
-    if loss_fn is not None:
-        raise Error(
-            "[plan] the model cannot run without data and a loss_fn of its own cannot be given a "
-            "copy of it; give a model that returns its loss, or plan with poise.Trainer, which "
-            "measures the model itself"
-        )
-    copied = copy.deepcopy(model)
+    loss_of = loss.of_copy()
+    copied = loss_of.model
     dtype, parameters = PRECISIONS[precision]
     engine = Engine(copied, {"precision": {"dtype": dtype, "parameters": parameters}}, units=units)
-    loss_of = _loss_of(copied)
     rows, runs = rows_of(sample), {}
     names = ["the embedding", *units, "the head"]
-    flops = 2.0 * sum(p.numel() for p in model.parameters())
+    flops = 2.0 * sum(p.numel() for p in copied.parameters())
     for size in sizes:
         batch = tree_map(
             lambda leaf, size=size: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import poise
 import pytest
@@ -50,7 +51,12 @@ def measured_peak(model, batch_of, loss, plan):
 def test_a_plan_holds_what_it_says(budget):
     model = byte_gpt()
     answer = poise.plan(
-        model, rows(4), global_batch_size=8, loss_fn=byte_loss(model), memory_budget=budget
+        model,
+        rows(4),
+        global_batch_size=8,
+        loss_fn=byte_loss(model),
+        separable_loss=True,
+        memory_budget=budget,
     )
     assert answer.fits and answer.traced_by == "fake tensors"
     best = answer.best
@@ -62,7 +68,9 @@ def test_a_plan_holds_what_it_says(budget):
 
 def test_it_says_what_the_description_says():
     model = byte_gpt()
-    answer = poise.plan(model, rows(1), global_batch_size=4, loss_fn=byte_loss(model))
+    answer = poise.plan(
+        model, rows(1), global_batch_size=4, loss_fn=byte_loss(model), separable_loss=True
+    )
     assert sum(answer.best.held.values()) == 16 * sum(
         -(-p.numel() // 256) * 256 for p in model.parameters()
     )
@@ -87,6 +95,7 @@ def test_nothing_is_allocated_and_nothing_changes():
         torch.empty(2, 1025, dtype=torch.long, device="meta"),
         global_batch_size=64,
         loss_fn=byte_loss(model),
+        separable_loss=True,
         gpus="8xH100-80GB",
         precision="bf16",
         gpu_hour=2.5,
@@ -143,7 +152,12 @@ def test_uneven_blocks_are_chosen_one_by_one():
 def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
     model = byte_gpt()
     answer = poise.plan(
-        model, rows(2), global_batch_size=4, loss_fn=byte_loss(model), memory_budget="10MiB"
+        model,
+        rows(2),
+        global_batch_size=4,
+        loss_fn=byte_loss(model),
+        separable_loss=True,
+        memory_budget="10MiB",
     )
     assert not answer.fits
     assert answer.missing_bytes == answer.floor_bytes - 10 * MIB > 0
@@ -153,6 +167,7 @@ def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
         rows(2),
         global_batch_size=4,
         loss_fn=byte_loss(model),
+        separable_loss=True,
         memory_budget=answer.floor_bytes,
     )
     assert again.fits
@@ -166,7 +181,12 @@ def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
 
 def test_activations_that_are_offloaded_are_traced():
     model = byte_gpt()
-    arguments = {"global_batch_size": 8, "loss_fn": byte_loss(model), "micro_batch_size": 8}
+    arguments = {
+        "global_batch_size": 8,
+        "loss_fn": byte_loss(model),
+        "separable_loss": True,
+        "micro_batch_size": 8,
+    }
     kept = poise.plan(model, rows(8), **arguments)
     job = poise.plan(model, rows(8), **arguments, offload="host")._job
     job.may_offload([["none", "none", "none", "host"]])
@@ -183,7 +203,12 @@ def test_activations_that_are_offloaded_are_traced():
 def test_moments_are_what_is_said(moments):
     model = byte_gpt()
     answer = poise.plan(
-        model, rows(1), global_batch_size=1, loss_fn=byte_loss(model), moments=moments
+        model,
+        rows(1),
+        global_batch_size=1,
+        loss_fn=byte_loss(model),
+        separable_loss=True,
+        moments=moments,
     )
     engine = poise.Engine(model, {"optimizer": {"moments": moments}})
     assert answer.best.held["optimizer"] == engine.memory()["current"]["optimizer"]
@@ -243,7 +268,7 @@ def test_a_model_that_names_its_device_is_traced_there(model_on, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(planning.model_view, "device_of", lambda model: torch.device(model_on, 0))
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    answer = poise.plan(model, torch.zeros(4, 3), global_batch_size=4)
+    answer = poise.plan(model, torch.zeros(4, 3), global_batch_size=4, separable_loss=True)
     assert answer.traced_by == "fake tensors"
     assert tried[0] == model_on and set(tried[1:]) == {"cuda"}
 
@@ -257,6 +282,95 @@ def test_batch_norm_keeps_the_micro_batch():
     assert sizes == {4}
     free = poise.plan(model, images, global_batch_size=16, separable_loss=True)
     assert len({plan.micro_batch for plan in free.front}) > 1 and not free.notes
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 16)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def of_pairs(model):
+    """Contrastive: every row against all others of its micro-batch."""
+
+    def loss(x):
+        z = nn.functional.normalize(model(x), dim=-1)
+        return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z), device=z.device))
+
+    return loss
+
+
+BATCH = 512
+
+
+def micro_batches(model, x, loss_fn=None, **given):
+    answer = poise.plan(model, x, global_batch_size=BATCH, loss_fn=loss_fn, **given)
+    return {plan.micro_batch for plan in (answer.best, *answer.front)}, answer.notes
+
+
+def test_a_contrastive_loss_keeps_the_micro_batch_and_that_is_said():
+    model, x = Encoder(), torch.randn(256, 16)
+    sizes, notes = micro_batches(model, x, of_pairs(model))
+    assert sizes == {256}
+    assert "the loss is a mean without saying over how many" in notes[0]
+    assert "stays 256" in notes[0] and "separable_loss=True" in notes[0]
+    sizes, notes = micro_batches(model, x, of_pairs(model), separable_loss=True)
+    assert len(sizes) > 1 and not notes
+    sizes, notes = micro_batches(
+        model, x, lambda x: (model(x).mean(), len(x)), separable_loss=False
+    )
+    assert sizes == {256} and "separable_loss is False" in notes[0]
+    # The other levers are used.
+    given = {"global_batch_size": BATCH, "loss_fn": of_pairs(model)}
+    free = poise.plan(model, x, **given)
+    tight = poise.plan(model, x, **given, memory_budget=free.floor_bytes)
+    assert not free.best.recomputed and tight.best.recomputed
+    assert tight.fits and tight.best.micro_batch == 256
+
+
+@pytest.mark.parametrize("form", ["pair", "Loss", "sum", "per_token", "rows", "dictionary"])
+def test_a_loss_that_says_what_it_is_over_may_be_split(form):
+    class Says(Encoder):
+        def forward(self, x):
+            out = super().forward(x)
+            return {"loss": out.mean(), "n": len(x)} if form == "dictionary" else out
+
+    model, x = Says(), torch.randn(8, 16)
+    losses = {
+        "pair": lambda x: (model(x).mean(), len(x)),
+        "Loss": lambda x: poise.Loss(model(x).mean(), count=len(x)),
+        "sum": lambda x: poise.Loss(model(x).sum(), kind="sum"),
+        "per_token": lambda x: poise.Loss(model(x), kind="per_token"),
+    }
+    sizes, notes = micro_batches(model, x, losses.get(form))
+    assert len(sizes) > 1 and not notes
+
+
+def test_a_head_of_transformers_may_be_split_unless_its_experts_see_the_micro_batch():
+    sizes, notes = micro_batches(llama(), llama_batch(8))
+    assert len(sizes) > 1 and not notes
+    model = llama()
+    model.config.output_router_logits = True
+    sizes, notes = micro_batches(model, llama_batch(8))
+    assert sizes == {8} and "balances its experts over a micro-batch" in notes[0]
+
+
+def test_a_model_that_looks_at_values_and_returns_a_plain_loss_keeps_the_micro_batch():
+    class Plain(LooksAtValues):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    sizes, notes = micro_batches(Plain(), torch.randn(8, 32))
+    assert sizes == {8} and "a mean without saying" in notes[0]
+    sizes, notes = micro_batches(LooksAtValues(), torch.randn(8, 32))
+    assert len(sizes) > 1 and "does not run without data" in notes[0]
 
 
 def test_known_models_are_planned_by_name():
@@ -281,7 +395,12 @@ def test_known_models_are_planned_by_name():
 )
 def test_what_cannot_be_planned_is_named(change, message):
     model = byte_gpt()
-    arguments = {"global_batch_size": 64, "loss_fn": byte_loss(model), **change}
+    arguments = {
+        "global_batch_size": 64,
+        "loss_fn": byte_loss(model),
+        "separable_loss": True,
+        **change,
+    }
     with pytest.raises(poise.Error, match=message):
         poise.plan(model, rows(2), **arguments)
 
@@ -344,7 +463,9 @@ def test_frozen_parameters_hold_no_states():
     model = byte_gpt()
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
-    answer = poise.plan(model, rows(2), global_batch_size=2, loss_fn=byte_loss(model))
+    answer = poise.plan(
+        model, rows(2), global_batch_size=2, loss_fn=byte_loss(model), separable_loss=True
+    )
     measured = measured_peak(model, rows, byte_loss(model), answer.best)
     assert measured == pytest.approx(answer.best.peak_bytes, rel=0.03)
 
@@ -417,8 +538,13 @@ def test_a_model_of_python_in_a_run_file(tmp_path, capsys):
     assert answer["moments"][0]["moment"] == "forward of the embedding"
     code, printed = plan_of(tmp_path, capsys, memory={"budget_bytes": 16 * elements})
     assert code == 1
-    assert "are missing, most of the need is optimizer" in printed.out
+    # The loss says no count: as in `poise train`, the micro-batch is the usual one.
+    assert best["micro_batch"] == 8 and "separable_loss=True" in answer["notes"][0]
+    nearest = re.search(r"the nearest budget that works is (\S+);", printed.out)[1]
+    assert "most of it optimizer" in printed.out and "the same training would fit" in printed.out
     assert "the same training: optimizer states on the host" in printed.out
+    code, _ = plan_of(tmp_path, capsys, "--memory", nearest)
+    assert code == 0
     code, printed = plan_of(tmp_path, capsys, "--gpus", "4xA100-40GB", "--price", "1.5")
     assert code == 0 and f"{4 * 1.5 * 730:.0f} a month" in printed.out
 
