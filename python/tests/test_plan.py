@@ -275,6 +275,8 @@ def test_the_gpu_of_this_machine_is_planned_for_once_it_was_measured(tmp_path, c
         {"optimizer": "host", "optimizer_fraction": 0.4},
         {"gradients": "host"},
         {"optimizer": "file", "gradients": "host"},
+        {"gradients": "file"},
+        {"optimizer": "file", "gradients": "file", "parameters": "file"},
         {"optimizer": "host", "gradients": "host", "parameters": "host"},
         {"parameters": "file"},
     ],
