@@ -222,6 +222,18 @@ def ends(folder: Path) -> Any:
         return [f"{type(error).__name__}: {error}", time.monotonic() - begun]
 
 
+def absent(folder: Path) -> Any:
+    """Rank 1 is killed before it has made its group; what rank 0 is told, and how long it took."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group = poise.comm.from_process_group(dist.group.WORLD, "cuda", timeout=3)
+    begun = time.monotonic()
+    try:
+        group.barrier("start")
+    except poise.Error as error:
+        return [str(error), time.monotonic() - begun]
+
+
 CASES = {
     "training": training,
     "collectives": collectives,
@@ -230,7 +242,9 @@ CASES = {
     "trainer": trainer,
     "killed": ends,
     "raises": ends,
+    "absent": absent,
 }
+ENDS = {"killed", "raises", "absent"}  # cases after which there is nobody to meet
 
 
 def main(names: str, folder: Path) -> None:
@@ -239,7 +253,7 @@ def main(names: str, folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     seen = {name: CASES[name](folder / name) for name in names.split()}
     rank_processes.report(names, folder, dist.get_rank(), seen)
-    if "killed" not in seen and "raises" not in seen:  # else there is nobody to meet
+    if not ENDS & seen.keys():
         dist.barrier()
         dist.destroy_process_group()
 

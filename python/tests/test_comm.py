@@ -162,6 +162,39 @@ def test_a_killed_rank_is_named():
     assert "disappeared" in outputs[1]
 
 
+@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_before_it_has_made_its_group_ends_the_others(how, lost):
+    """One is there already and waits, the other comes later; the store is rank 0's."""
+    body = f"""
+        from torch import nn
+        dist.init_process_group("gloo")
+        if rank == {lost}:
+            time.sleep(3)
+            if "{how}" == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no such model")
+        time.sleep(0 if rank == 2 else 6)
+        start = time.monotonic()
+        try:
+            poise.Engine(nn.Linear(4, 4), {{"zero": {{"stage": 2}}}})
+        except poise.Error as error:
+            print(error)
+            assert time.monotonic() - start < 3 + 15, time.monotonic() - start
+            sys.exit()
+        sys.exit("no error")
+    """
+    ranks = start(body, size=3)
+    ends = [0, 0, 0]
+    ends[lost] = -signal.SIGKILL if how == "killed" else 1
+    outputs = finish(ranks, ends)
+    for rank in {0, 1, 2} - {lost}:
+        said = outputs[rank]
+        assert f"[comm] rank {lost} disappeared while rank" in said or (
+            lost == 0 and "the store of the group" in said and "rank 0" in said
+        ), said
+
+
 @pytest.mark.slow
 def test_a_rank_that_sleeps_for_a_minute_does_not_fall():
     """Nor does one that holds Python's lock all the while: what beats needs none."""

@@ -2,6 +2,8 @@
 // on_cpu.cpp would cost a host wait for each; differing ranks are found by the watch.
 #include <ATen/ops/zeros.h>
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "comm/backend.h"
@@ -10,6 +12,7 @@
 #include "comm/process_group.h"
 #include "comm/store_notes.h"
 #include "poise/error.h"
+#include "poise/interrupt.h"
 
 namespace poise::comm {
 namespace {
@@ -18,10 +21,11 @@ at::Tensor unversioned(const at::Tensor& flat) { return flat.variable_data(); }
 
 class OnGpu final : public Backend {
  public:
-  OnGpu(const Peers& peers, Seat seat)
+  OnGpu(const Peers& peers, Seat seat, const Options& options)
       : Backend(peers.numbers),
         rank_(peers.rank),
         size_(peers.size),
+        timeout_(options.timeout),
         backend_(peers.backend),
         owns_backend_(peers.owns_backend),
         one_(at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(peers.device))),
@@ -95,6 +99,7 @@ class OnGpu final : public Backend {
   template <class Start>
   void run(const Call& call, Start start) {
     if (watch_) watch_->enter(call);
+    meet(call);
     try {
       start()->wait();
     } catch (const std::exception& error) {
@@ -102,6 +107,26 @@ class OnGpu final : public Backend {
       fail("comm", describe(call), " failed: ", c10d_calls::message_of(error),
            "; look at the output of the other ranks");
     }
+  }
+
+  // Before the first collective. NCCL would wait without end for a rank that died before it came,
+  // and that wait could not be ended.
+  void meet(const Call& call) {
+    if (met_ || !watch_) return;
+    const auto deadline = std::chrono::steady_clock::now() + timeout_;
+    while (const auto awaited = watch_->awaited()) {
+      check_interrupt();
+      failure_.check();
+      if (std::chrono::steady_clock::now() > deadline) {
+        abort(join("it waited ", timeout_.count() / 1000.0, " s in ", describe(call), ", for rank ",
+                   called(*awaited),
+                   ", which has not made its group; look at the output of that rank, or raise the "
+                   "timeout"));
+        failure_.check();
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    met_ = true;
   }
 
   // Kernels that wait for a lost peer end by this alone.
@@ -115,6 +140,8 @@ class OnGpu final : public Backend {
 
   const int rank_;
   const int size_;
+  const std::chrono::milliseconds timeout_;
+  bool met_ = false;  // all ranks have made their group
   c10d_calls::BackendPtr backend_;
   const bool owns_backend_;
   at::Tensor one_;
@@ -125,8 +152,8 @@ class OnGpu final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> on_gpu(const Peers& peers, Seat seat) {
-  return std::make_unique<OnGpu>(peers, std::move(seat));
+std::unique_ptr<Backend> on_gpu(const Peers& peers, Seat seat, const Options& options) {
+  return std::make_unique<OnGpu>(peers, std::move(seat), options);
 }
 
 }  // namespace poise::comm

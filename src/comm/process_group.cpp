@@ -43,7 +43,7 @@ Seat take_seat(const Peers& peers, WatchSettings settings) {
 std::shared_ptr<Group> group_of(const Peers& peers, Seat seat, Options options) {
   auto backend = peers.size == 1         ? alone(peers.backend->getBackendName())
                  : peers.device.is_cpu() ? on_cpu(peers, std::move(seat), std::move(options))
-                                         : on_gpu(peers, std::move(seat));
+                                         : on_gpu(peers, std::move(seat), options);
   return std::make_shared<Group>(std::move(backend), peers.rank, peers.size, peers.device);
 }
 

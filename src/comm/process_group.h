@@ -39,6 +39,6 @@ std::shared_ptr<Group> group_of(const Peers& peers, Options options, WatchSettin
 // Tensors on the CPU over messages of gloo.
 std::unique_ptr<Backend> on_cpu(const Peers& peers, Seat seat, Options options);
 // Tensors on a GPU over NCCL.
-std::unique_ptr<Backend> on_gpu(const Peers& peers, Seat seat);
+std::unique_ptr<Backend> on_gpu(const Peers& peers, Seat seat, const Options& options);
 
 }  // namespace poise::comm

@@ -195,10 +195,13 @@ struct Watch::State {
       last = own;
     }
     store->set(key_of("beat", rank), text_of(last));
-    // After a failure not all may be there to say it; the others read the failure in a period.
+    // After a failure not all may be there to say it; the others read the failure in a period. A
+    // store that torch made is mostly rank 0's and ends with it.
     const bool failed_before = reported || store->check({"failure"});
-    const auto longest =
-        failed_before ? std::min(settings.linger, 3 * settings.period) : settings.linger;
+    const std::chrono::milliseconds to_read = 3 * settings.period;
+    const auto longest = !failed_before ? settings.linger
+                         : rank == 0    ? to_read
+                                        : std::min(settings.linger, to_read);
     const auto deadline = Clock::now() + longest;
     auto done = store->add("done", 1);
     while (done < size && Clock::now() < deadline) {
@@ -285,6 +288,15 @@ void Watch::tell(std::function<void(const std::string&)> failed) {
 void Watch::check() const {
   const std::lock_guard lock(state_->mutex);
   if (state_->failure) throw Error(*state_->failure);
+}
+
+std::optional<int> Watch::awaited() {
+  const auto met = std::make_shared<int>(met_);
+  const bool answered = state_->ask([met, size = state_->size](Store& store) {
+    while (*met < size && store.check({key_of("beat", *met)})) ++*met;
+  });
+  if (answered) met_ = *met;
+  return met_ < state_->size ? std::optional(met_) : std::nullopt;
 }
 
 bool Watch::end() {

@@ -54,6 +54,9 @@ class Watch {
   void tell(std::function<void(const std::string&)> failed);
   void check() const;  // throws the failure, if there is one
 
+  // The first rank that has not begun to beat; nullopt: all have. One thread at a time.
+  std::optional<int> awaited();
+
   // Says goodbye and ends the thread; whether all ranks have said it within `linger`.
   bool end();
 
@@ -76,6 +79,7 @@ class Watch {
   std::shared_ptr<State> state_;  // shared with the thread: it may hang in the network
   std::thread thread_;
   std::thread answers_;  // sees that the other one gets some
+  int met_ = 0;          // ranks before this one have begun to beat
 };
 
 }  // namespace poise::comm
