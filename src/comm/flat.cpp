@@ -22,6 +22,13 @@ at::Tensor piece_of(const at::Tensor& whole, int rank, int size) {
   return whole.narrow(0, rank * numel, numel);
 }
 
+at::Tensor segment_of(const at::Tensor& whole, int rank, int size) {
+  const std::int64_t begin = whole.numel() * rank / size;
+  return whole.narrow(0, begin, whole.numel() * (rank + 1) / size - begin);
+}
+
+at::Tensor bytes_of(const at::Tensor& flat) { return flat.variable_data().view(at::kByte); }
+
 void copy_flat(const at::Tensor& target, const at::Tensor& source) {
   if (target.nbytes() == 0 || overlap_of(target, source) == Overlap::same) return;
   if (target.is_cpu()) {

@@ -12,6 +12,12 @@ Overlap overlap_of(const at::Tensor& a, const at::Tensor& b);
 // Piece `rank` of `size` equal ones.
 at::Tensor piece_of(const at::Tensor& whole, int rank, int size);
 
+// Segment `rank` of `size`, as equal as they can be.
+at::Tensor segment_of(const at::Tensor& whole, int rank, int size);
+
+// All of it, as kByte.
+at::Tensor bytes_of(const at::Tensor& flat);
+
 // Equal bytes, or the same memory (then nothing happens). On CUDA on the current stream.
 void copy_flat(const at::Tensor& target, const at::Tensor& source);
 

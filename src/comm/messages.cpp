@@ -4,7 +4,24 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/flat.h"
+
 namespace poise::comm {
+
+std::vector<Message> pieces_of(const at::Tensor& bytes, int rank, int size) {
+  std::vector<Message> all;
+  for (int step = 1; step < size; ++step) {
+    const int peer = (rank + step) % size;
+    all.push_back({peer, piece_of(bytes, peer, size)});
+  }
+  return all;
+}
+
+std::vector<Message> copies_of(const at::Tensor& bytes, int rank, int size) {
+  std::vector<Message> all;
+  for (int step = 1; step < size; ++step) all.push_back({(rank + step) % size, bytes});
+  return all;
+}
 
 Messages::Messages(c10d_calls::BackendPtr backend, std::chrono::milliseconds timeout)
     : backend_(std::move(backend)), timeout_(timeout) {}

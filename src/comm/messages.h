@@ -20,6 +20,11 @@ struct Message {
   at::Tensor bytes;  // flat, kByte; empty ones are not sent
 };
 
+// One message per peer, nearest first, so that not all begin with rank 0: each peer's piece of
+// `bytes`, or all of them to each.
+std::vector<Message> pieces_of(const at::Tensor& bytes, int rank, int size);
+std::vector<Message> copies_of(const at::Tensor& bytes, int rank, int size);
+
 // A peer did not answer.
 struct PeerFailure : std::runtime_error {
   PeerFailure(int peer, bool timed_out, const std::string& reason)

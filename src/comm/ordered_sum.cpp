@@ -48,4 +48,13 @@ void ordered_sum(double* target, const std::vector<const void*>& rows, std::int6
   }
 }
 
+void sum_rows(const at::Tensor& target, c10::ScalarType dtype,
+              const std::vector<const void*>& rows) {
+  if (dtype == at::kDouble) {
+    ordered_sum(target.mutable_data_ptr<double>(), rows, target.numel());
+  } else {
+    ordered_sum(target.mutable_data_ptr<float>(), dtype, rows, target.numel());
+  }
+}
+
 }  // namespace poise::comm

@@ -2,6 +2,7 @@
 // every kind of group, on every run.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -17,5 +18,9 @@ void ordered_sum(float* target, c10::ScalarType dtype, const std::vector<const v
 
 // The same in fp64.
 void ordered_sum(double* target, const std::vector<const void*>& rows, std::int64_t numel);
+
+// The same into a flat tensor; rows of fp64 where `dtype` and `target` are.
+void sum_rows(const at::Tensor& target, c10::ScalarType dtype,
+              const std::vector<const void*>& rows);
 
 }  // namespace poise::comm

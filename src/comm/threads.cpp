@@ -47,8 +47,7 @@ class Threads final : public Backend {
   void reduce_scatter(const Call& call, const at::Tensor& mine, const at::Tensor& whole) override {
     Meeting::Visit visit(*meeting_, rank_, call, whole.const_data_ptr());
     const std::int64_t piece_bytes = static_cast<std::int64_t>(whole.nbytes()) / size_;
-    ordered_sum(mine.mutable_data_ptr<float>(), whole.scalar_type(),
-                rows(visit, rank_ * piece_bytes), mine.numel());
+    sum_rows(mine, whole.scalar_type(), rows(visit, rank_ * piece_bytes));
     visit.leave();
   }
 
@@ -56,20 +55,15 @@ class Threads final : public Backend {
   void all_reduce(const Call& call, const at::Tensor& values) override {
     {
       Meeting::Visit visit(*meeting_, rank_, call, values.const_data_ptr());
-      const auto mine = segment(values, rank_);
-      const auto sources = rows(visit, segment_begin(values, rank_) * values.element_size());
-      if (values.scalar_type() == at::kDouble) {
-        ordered_sum(mine.mutable_data_ptr<double>(), sources, mine.numel());
-      } else {
-        ordered_sum(mine.mutable_data_ptr<float>(), at::kFloat, sources, mine.numel());
-      }
+      sum_rows(segment_of(values, rank_, size_), values.scalar_type(),
+               rows(visit, segment_begin(values, rank_)));
       visit.leave();
     }
     Meeting::Visit visit(*meeting_, rank_, call, values.const_data_ptr());
     for (int rank = 0; rank < size_; ++rank) {
       if (rank == rank_) continue;
-      const std::int64_t offset = segment_begin(values, rank) * values.element_size();
-      copy_from(segment(values, rank), at_byte(visit.brought_by(rank), offset));
+      copy_from(segment_of(values, rank, size_),
+                at_byte(visit.brought_by(rank), segment_begin(values, rank)));
     }
     visit.leave();
   }
@@ -118,12 +112,10 @@ class Threads final : public Backend {
     return found;
   }
 
+  // In bytes.
   std::int64_t segment_begin(const at::Tensor& values, int rank) const {
-    return values.numel() * rank / size_;
-  }
-  at::Tensor segment(const at::Tensor& values, int rank) const {
-    const std::int64_t begin = segment_begin(values, rank);
-    return values.narrow(0, begin, segment_begin(values, rank + 1) - begin);
+    const auto segment = segment_of(values, rank, size_);
+    return (segment.storage_offset() - values.storage_offset()) * values.element_size();
   }
 
   std::shared_ptr<Meeting> meeting_;
