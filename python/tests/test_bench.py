@@ -72,6 +72,7 @@ def test_the_step_is_counted_on_one_side_only():
 def test_saves_of_both_sides_hold_the_same_state(tmp_path):
     figures = {f["figure"]: f for f in state.save_and_load(3_000, 1, str(tmp_path))}
     assert {"save_vs_raw", "save_vs_torch", "load_vs_torch"} <= set(figures)
+    assert ("save_vs_torch_tmpfs" in figures) == ("save_vs_write_tmpfs" in figures)
     for figure in figures.values():
         assert figure["value"] > 0 and figure["better"] == "higher"
     ours, theirs = state._Ours(3_000), state._Torch(3_000)

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ PARAMETERS, BLOCK = 90_000_000, 1_000_000  # masters and two moments: 1.08 GB
 TILE = 4 << 20
 WINDOW = 8  # micro-batches of the update beside an asynchronous save
 SHM = Path("/dev/shm")
+WRITERS = 2
 
 
 class _Model(torch.nn.Module):
@@ -88,7 +90,24 @@ def _write_raw(path: Path, size: int) -> None:
             os.close(file)
 
 
-def _rounds(folder: Path, numel: int, repeats: int) -> dict[str, float]:
+def _write_plainly(folder: Path, blocks: list[memoryview]) -> None:
+    """Calls of write() alone, by threads that have a file each: what the system's copy takes."""
+
+    def write(thread: int) -> None:
+        file = os.open(folder / f"plain{thread}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for block in blocks[thread::WRITERS]:
+                left = block
+                while left:
+                    left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
+
+    with ThreadPoolExecutor(WRITERS) as threads:
+        list(threads.map(write, range(WRITERS)))
+
+
+def _rounds(folder: Path, numel: int, repeats: int, in_memory: bool) -> dict[str, float]:
     """Median seconds of each way, interleaved; every save is of a name of its own, and removed."""
     ours, theirs = _Ours(numel), _Torch(numel)
     calls = {
@@ -96,11 +115,15 @@ def _rounds(folder: Path, numel: int, repeats: int) -> dict[str, float]:
         "save": lambda: ours.engine.save(folder / "saves", name="one"),
         "torch_save": lambda: theirs.save(folder / "state.pt"),
     }
+    if in_memory:
+        # As many bytes as the masters and both moments, and not in the caches either.
+        blocks = [memoryview(b.detach().numpy()).cast("B") for b in ours.model.blocks] * 3
+        calls["write"] = lambda: _write_plainly(folder, blocks)
     seconds: dict[str, list[float]] = {name: [] for name in (*calls, "load", "torch_load")}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
             shutil.rmtree(folder / "saves", ignore_errors=True)
-            for file in ("raw", "state.pt"):
+            for file in ("raw", "state.pt", *(f"plain{i}" for i in range(WRITERS))):
                 (folder / file).unlink(missing_ok=True)
             os.sync()  # what the one before left is not this one's to write
             elapsed = timed(call)
@@ -140,16 +163,18 @@ def _figure(
 
 
 def save_and_load(numel: int = PARAMETERS, repeats: int = 3, folder: str = ".") -> Iterator[dict]:
-    """Rates over a raw loop and torch's on the disk of this folder, over torch's in memory too."""
+    """Rates over a raw loop and torch's on the disk of this folder; in memory over torch's, and over what
+    copies the bytes there without checksum, names, or one file for all."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="poise-bench-") as name:
-        s = _rounds(Path(name), numel, repeats)
+        s = _rounds(Path(name), numel, repeats, in_memory=False)
     yield _figure("save_vs_raw", s["raw"] / s["save"], 0.9, "higher", s)
     yield _figure("save_vs_torch", s["torch_save"] / s["save"], 1.0, "higher", s)
     yield _figure("load_vs_torch", s["torch_load"] / s["load"], 1.0, "higher", s)
     if SHM.is_dir():
         with tempfile.TemporaryDirectory(dir=SHM, prefix="poise-bench-") as name:
-            s = _rounds(Path(name), numel, repeats)
+            s = _rounds(Path(name), numel, repeats, in_memory=True)
         yield _figure("save_vs_torch_tmpfs", s["torch_save"] / s["save"], 3.0, "higher", s)
+        yield _figure("save_vs_write_tmpfs", s["write"] / s["save"], 0.9, "higher", s)
 
 
 def async_stall(numel: int = PARAMETERS, repeats: int = 3, folder: str = ".") -> Iterator[dict]:
