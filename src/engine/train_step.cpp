@@ -258,11 +258,8 @@ void Engine::Impl::note_losses(const std::vector<double>& rows, std::size_t colu
 // Stage 0 over several ranks: the sums, joined by shards, become whole for everybody's optimizer.
 void Engine::Impl::gather_gradients() {
   if (shards.size() == 1 || shards.splits_optimizer()) return;
-  std::vector<Event> events;
-  for (const auto& state : optimizer_states.states) {
-    events.push_back(store.gather_gradient(state.flat));
-  }
-  for (const auto& event : events) event.wait();
+  for (const auto& state : optimizer_states.states) gathers.gradient(state.flat);
+  gathers.wait();
 }
 
 // Gradients that the user wrote after begin_update() go back into the accumulators, in their scale.
@@ -290,7 +287,6 @@ void Engine::Impl::apply(double factor) {
   const auto groups = group_settings();
   saver.finish_reading();  // masters and moments, from here on
   freezing.mark(optimizer_states.states);
-  std::vector<Event> gathers;
   const auto update = [&](optim::Span& span) {
     optim::apply_to_awake(*optimizer, span, groups, updates + 1, factor);
   };
@@ -299,14 +295,15 @@ void Engine::Impl::apply(double factor) {
   try {
     state_update.run(update, [&](int flat) {
       if (shards.splits_optimizer() && !shards.splits_parameters(flat)) {
-        gathers.push_back(store.gather_values(flat));
+        gathers.values(flat);
       }
     });
   } catch (...) {
     half_an_update = engine::message_of(std::current_exception());
+    gathers.drop();
     throw;
   }
-  for (const auto& gather : gathers) gather.wait();
+  gathers.wait();
 }
 
 // All ranks have agreed on the update by now: none can follow the others past a part that it has no

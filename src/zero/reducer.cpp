@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <utility>
 
 #include "core/launch.h"
 #include "kernels/accumulate.h"
@@ -76,9 +77,12 @@ Reducer::Reducer(const ParamTable& table, FlatStore& store, const Shards& shards
   for (std::size_t i = 0; i < order_.size(); ++i) {
     if (shards.whole(order_[i]) > 0) last_ = i;
   }
+  if (!shards.splits_parameters()) {
+    buckets_ = Buckets(order_, shards, [](int) { return at::kFloat; });
+  }
   if (group_.size() > 1) {
     AccountScope scope(ledger, Account::communication);
-    group_.reserve(largest);
+    group_.reserve(std::max(largest, buckets_.largest() * std::int64_t{sizeof(float)}));
   }
 }
 
@@ -86,6 +90,7 @@ bool Reducer::waits_for_end(int flat) const { return layout(flat).unit == table_
 
 void Reducer::start_window() {
   flights_.clear();
+  packed_ = at::Tensor();
   window_joined_ = group_.size() == 1;
   micro_batch_ = 0;
   joins_ = false;
@@ -166,6 +171,9 @@ at::Tensor Reducer::on_wire(const at::Tensor& sum) {
 void Reducer::submit(int flat, Pile& pile, bool transient) {
   at::NoGradGuard no_grad;
   auto& s = state(flat);
+  if (const auto* bucket = buckets_.of(flat); bucket && !s.submitted) {
+    return pack(*bucket, flat, pile, transient);
+  }
   if (transient) land_all();  // at most two transient piles of this rank exist
   zero_gaps(table_, layout(flat), pile);
   const auto range = shards_.mine(flat);
@@ -183,12 +191,7 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   Flight flight{flat, pile.sum, on_wire(pile.sum), adds, {}};
   following_.take(Following::Operation::join, flat);
   if (shards_.whole(flat) > 0) {
-    // Ranks that join once per window may have had different numbers of micro-batches.
-    flight.event =
-        group_.reduce_scatter(mine, flight.wire,
-                              shards_.reduces_every_micro_batch()
-                                  ? join("gradients of ", unit, ", micro-batch ", micro_batch_)
-                                  : join("gradients of ", unit));
+    flight.event = group_.reduce_scatter(mine, flight.wire, name_of(unit));
   }
   s.submitted = true;
   if (transient) s.transient = {};
@@ -196,28 +199,75 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   flights_.push_back(std::move(flight));
 }
 
-void Reducer::land_all() {
-  while (!flights_.empty()) {
-    const auto flight = std::move(flights_.front());
-    flights_.pop_front();
-    land(flight);
+std::string Reducer::name_of(const std::string& units) const {
+  // Ranks that join once per window may have had different numbers of micro-batches.
+  return shards_.reduces_every_micro_batch()
+             ? join("gradients of ", units, ", micro-batch ", micro_batch_)
+             : join("gradients of ", units);
+}
+
+// The bucket travels with its last flat.
+void Reducer::pack(const Bucket& bucket, int flat, Pile& pile, bool transient) {
+  auto& s = state(flat);
+  const auto& flats = bucket.flats();
+  zero_gaps(table_, layout(flat), pile);
+  if (flat == flats.front()) {
+    const auto travels = [](const Flight& flight) { return flight.bucket != nullptr; };
+    // One may travel while the next is filled.
+    while (std::count_if(flights_.begin(), flights_.end(), travels) > 1) land_first();
+    AccountScope scope(ledger_, Account::communication);
+    packed_ = at::empty({bucket.numel()}, pile.sum.options());
   }
+  bucket.shards_of(flat, packed_).copy_(by_ranks(pile.sum, shards_));
+  const bool full = flat == flats.back();
+  const auto wire = full ? on_wire(packed_) : at::Tensor();
+  following_.take(Following::Operation::join, flat);
+  s.submitted = true;
+  if (transient) s.transient = {};
+  if (!full) return;
+  const auto unit = [&](int one) {
+    return table_.units()[static_cast<std::size_t>(layout(one).unit)];
+  };
+  Flight flight{flat, std::exchange(packed_, {}), wire, transient, {}, &bucket};
+  flight.event = group_.reduce_scatter(bucket.mine(flight.sum), wire,
+                                       name_of(join(unit(flats.front()), " to ", unit(flat))));
+  flights_.push_back(std::move(flight));
+}
+
+void Reducer::land_first() {
+  const auto flight = std::move(flights_.front());
+  flights_.pop_front();
+  land(flight);
+}
+
+void Reducer::land_all() {
+  while (!flights_.empty()) land_first();
 }
 
 void Reducer::land(const Flight& flight) {
   at::NoGradGuard no_grad;
   following_.wait(flight.event);
-  if (!flight.adds) return;  // summed in place
-  auto& s = state(flight.flat);
-  const auto range = shards_.mine(flight.flat);
-  auto shard = store_.gradient_shard(flight.flat, Accumulators::Use::write);
-  const bool add = !shards_.splits_gradients() || s.shard_written;
-  const auto sum = flight.sum.narrow(0, range.begin, range.size()).to(shard.device());
+  if (flight.bucket != nullptr) {
+    for (const int flat : flight.bucket->flats()) {
+      const auto shards = flight.bucket->shards_of(flat, flight.sum);
+      put_into_shard(flat, shards.select(0, shards_.rank()), flight.adds);
+    }
+  } else if (flight.adds) {  // else it was summed in place
+    const auto range = shards_.mine(flight.flat);
+    put_into_shard(flight.flat, flight.sum.narrow(0, range.begin, range.size()), true);
+  }
+}
+
+void Reducer::put_into_shard(int flat, const at::Tensor& sum, bool transient) {
+  auto& s = state(flat);
+  auto shard = store_.gradient_shard(flat, Accumulators::Use::write);
+  const bool add = transient && (!shards_.splits_gradients() || s.shard_written);
+  const auto there = sum.to(shard.device());
   kernels::accumulate(launch_for(shard.device()),
                       add ? kernels::Accumulate::add : kernels::Accumulate::write,
-                      shard.mutable_data_ptr<float>(), kernels::DType::f32, sum.const_data_ptr(),
-                      range.size(), 1.0f, nullptr);
-  store_.accumulators().put_back(flight.flat);
+                      shard.mutable_data_ptr<float>(), kernels::DType::f32, there.const_data_ptr(),
+                      there.numel(), 1.0f, nullptr);
+  store_.accumulators().put_back(flat);
   s.shard_written = true;
 }
 

@@ -5,7 +5,7 @@
 // order of units (that of "rest", whose parameters are used first and last, at the end), each once
 // per micro-batch that joins, zeros for gradients that did not come. A gradient that comes after
 // its flat went (reentrant checkpointing of a parameter used twice) is joined in a second round at
-// the end.
+// the end. Small neighbours travel together (bucket.h), where that order is known: not by units.
 //
 // That there will be such a round is not known to a rank that has no micro-batch. The others leave
 // it a note before they join the last flat, which they keep for the end of backward: who has joined
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "poise/comm.h"
+#include "zero/bucket.h"
 #include "zero/flat_store.h"
 #include "zero/following.h"
 
@@ -77,6 +78,7 @@ class Reducer {
     at::Tensor wire;  // what travels: the sum, or a 16-bit copy of it
     bool adds;        // the result is to be added to the shard; else it is where it belongs
     Event event;
+    const Bucket* bucket = nullptr;  // the sum is that of its flats
   };
   FlatState& state(int flat) { return flats_[static_cast<std::size_t>(flat)]; }
   const ParamTable::Flat& layout(int flat) const {
@@ -88,9 +90,13 @@ class Reducer {
   void submit_ready();
   std::string late_note(const std::string& flats) const;
   void submit(int flat, Pile& pile, bool transient);
+  void pack(const Bucket& bucket, int flat, Pile& pile, bool transient);
+  std::string name_of(const std::string& units) const;
   at::Tensor on_wire(const at::Tensor& sum);
+  void land_first();
   void land_all();
   void land(const Flight& flight);
+  void put_into_shard(int flat, const at::Tensor& sum, bool transient);
 
   const ParamTable& table_;
   FlatStore& store_;
@@ -103,6 +109,8 @@ class Reducer {
   std::vector<int> order_;  // flats in order of their reduces
   std::vector<int> place_;  // by entry: its place in its flat
   std::vector<FlatState> flats_;
+  Buckets buckets_;
+  at::Tensor packed_;  // the bucket that fills
   std::deque<Flight> flights_;
   std::size_t next_ = 0;  // in order_
   std::size_t last_ = 0;  // in order_: the last one that travels
