@@ -33,7 +33,7 @@ def run(*command, cwd=ROOT, fails=False, **environment):
     """Runs a command and gives its output; it must succeed, or with `fails` must not."""
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env={**os.environ, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=3600,
     )  # fmt: skip
     assert (done.returncode != 0) == fails, done.stdout[-6000:]
     return done.stdout
