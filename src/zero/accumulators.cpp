@@ -86,6 +86,7 @@ void Accumulators::put_back(int flat) {
 
 void Accumulators::settle() {
   for (auto& room : rooms_) send(room);
+  for (auto& room : rooms_) wait_for(room);
 }
 
 void Accumulators::forget() noexcept {

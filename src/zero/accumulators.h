@@ -36,7 +36,8 @@ class Accumulators {
   // Of those that are away: on its way in, as it will be asked for next; on its way out.
   void expect(int flat);
   void put_back(int flat);
-  // All that were written are on their way out: before their spans are read.
+  // All that were written are in their spans, which may be read. Blocks; throws Error where a way
+  // out failed: while the window can still be dropped whole.
   void settle();
   // What all hold means nothing any more.
   void forget() noexcept;

@@ -189,5 +189,36 @@ TEST(FileGradients, ALimitOfTheFileIsAnErrorWithItsReason) {
   EXPECT_NE(message.find("[offload] cannot write"), std::string::npos) << message;
 }
 
+// The sum that is ready last goes out when the window has ended, and before its update begins.
+TEST(FileGradients, ALastWriteThatFailsLeavesTheUpdateUntouched) {
+  TempFolder folder;
+  Layers model;
+  ModelView view;  // the first to be used lies last in the file
+  for (const auto i : {5, 4, 3, 2, 1, 0}) {
+    const auto name = join("layers.", i);
+    view.parameters.push_back({name, model.weights[static_cast<std::size_t>(i)]});
+    view.units.push_back({name, {name}});
+  }
+  Config config;
+  config.batch.accumulation = 1;
+  Engine engine(view, filed(config, folder));
+  const Layers before;
+  constexpr rlim_t kUnit = 4 * Layers::kWidth * Layers::kWidth;
+  rlimit limit{};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{5 * kUnit, limit.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  engine.backward(model.loss(batch_of(4, 1)));
+  const auto message = message_of([&] { engine.step(); });
+  setrlimit(RLIMIT_FSIZE, &limit);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_NE(message.find("[offload] cannot write"), std::string::npos) << message;
+  EXPECT_EQ(message.find("middle"), std::string::npos) << message;
+  for (std::size_t i = 0; i < model.weights.size(); ++i) {
+    EXPECT_TRUE(at::equal(model.weights[i], before.weights[i])) << i;
+  }
+}
+
 }  // namespace
 }  // namespace poise
