@@ -28,7 +28,7 @@ class Save:
         begin = text.index(own.encode())
         zeroed = text[:begin] + b"0" * 16 + text[begin + 16 :]
         assert xxhash.xxh64_hexdigest(zeroed) == own
-        assert (self.manifest["format"], self.manifest["version"]) == ("poise-state", 3)
+        assert (self.manifest["format"], self.manifest["version"]) == ("poise-state", 4)
         self.runs: dict[tuple[str, str], list[tuple[int, numpy.ndarray, int | None]]] = {}
         self.own: dict[int, dict[str, str]] = {}
         for entry in self.manifest["files"]:
@@ -40,7 +40,8 @@ class Save:
     def _read_shard(self, data: bytes, rank: int) -> None:
         [length] = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
-        self.own[rank] = header.pop("__metadata__", {})
+        own = header.pop("__metadata__", {})
+        assert self.own.setdefault(rank, own) == own
         for key, tensor in header.items():
             kind, rest = key.split("@", 1)
             first, name = rest.split(":", 1)

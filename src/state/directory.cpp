@@ -78,10 +78,10 @@ std::string default_name(std::int64_t updates) {
   return name;
 }
 
-std::string shard_name(int rank) {
+std::string shard_name(int rank, int part) {
   char name[32];
-  std::snprintf(name, sizeof name, "rank-%05d.safetensors", rank);
-  return name;
+  std::snprintf(name, sizeof name, "rank-%05d", rank);
+  return join(name, part == 0 ? "" : join('-', part), ".safetensors");
 }
 
 std::string temporary_name(const std::string& name, const std::string& word) {

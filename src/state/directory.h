@@ -13,7 +13,7 @@ std::string default_name(std::int64_t updates);
 void check_name(const std::string& name);  // throws Error where it cannot be that of a save
 // Throws Error where something that is no save stands in the place of one, or of a link to one.
 void check_place(const std::string& directory, const std::string& name, bool best);
-std::string shard_name(int rank);
+std::string shard_name(int rank, int part);  // part 0, 1, ... of what it writes
 std::string temporary_name(const std::string& name, const std::string& word);
 
 // What saves left that were killed; only under the Lock.

@@ -13,8 +13,8 @@ namespace poise::state {
 
 inline constexpr char kManifest[] = "manifest.json";
 // Of the format; a reader refuses newer ones. 2: moments that are not fp32 numbers of elements.
-// 3: files with XXH3 instead of XXH64.
-inline constexpr std::int64_t kVersion = 3;
+// 3: files with XXH3 instead of XXH64. 4: several files of a rank.
+inline constexpr std::int64_t kVersion = 4;
 
 // A parameter's spans count elements in the order in which it lies in memory.
 struct SavedParameter {

@@ -61,9 +61,13 @@ void Saved::open_shard(std::size_t index) {
   const auto& input = file(index);
   const auto rank = *manifest_.files[index].rank;
   const auto header = read_header(input);
-  if (rank >= manifest_.ranks || !own_.emplace(rank, header.metadata).second) {
+  if (rank >= manifest_.ranks) {
     fail("state", folder_, " is damaged: its manifest has a shard of rank ", rank, " of ",
-         manifest_.ranks, " too many; load another save");
+         manifest_.ranks, "; load another save");
+  }
+  if (own_.emplace(rank, header.metadata).first->second != header.metadata) {
+    fail("state", folder_, " is damaged: the files of rank ", rank,
+         " have other values of its own; load another save");
   }
   for (const auto& tensor : header.tensors) {
     const auto key = key_from(tensor.name, input.path());
@@ -74,7 +78,10 @@ void Saved::open_shard(std::size_t index) {
     const Place place{key.begin, tensor.shape[0], index, header.data_begin + tensor.begin,
                       tensor.type};
     if (key.kind == kBuffer || key.kind == kRandom) {
-      wholes_[{key.kind, key.name, rank}] = place;
+      if (!wholes_.emplace(std::tuple(key.kind, key.name, rank), place).second) {
+        fail("state", folder_, " is damaged: the ", key.kind, " '", key.name, "' of rank ", rank,
+             " is there twice; load another save");
+      }
     } else if (place.numel > 0 && !pieces_[{key.kind, key.name}].emplace(key.begin, place).second) {
       fail("state", folder_, " is damaged: element ", key.begin, " of '", key.name,
            "' is there twice; load another save");

@@ -1,8 +1,8 @@
 // One save: begin, shards, commit.
 //
-// [Note: notes of a save] "begin" (rank 0): the temporary folder; "done/<rank>": its shard's size
-// and digest, or why there is none; "outcome" (rank 0). Each begins with the number of the save. A
-// note is replaced only after all have read it: outcome n + 1 follows done n + 1, which follows
+// [Note: notes of a save] "begin" (rank 0): the temporary folder; "done/<rank>": sizes and digests
+// of its files, or why there are none; "outcome" (rank 0). Each begins with the number of the save.
+// A note is replaced only after all have read it: outcome n + 1 follows done n + 1, which follows
 // outcome n.
 #include "state/saver.h"
 
@@ -20,7 +20,7 @@
 #include "poise/version.h"
 #include "state/directory.h"
 #include "state/files.h"
-#include "state/shard_writer.h"
+#include "state/rank_writer.h"
 
 namespace poise::state {
 namespace {
@@ -87,7 +87,7 @@ struct Saver::Job {
   std::int64_t bytes = 0;  // of all ranks
   Manifest manifest;
   std::optional<Lock> lock;
-  std::unique_ptr<ShardWriter> shard;
+  std::unique_ptr<RankWriter> shard;
   std::optional<std::string> error;  // this rank's, before the end
   std::optional<std::string> outcome;
   Event done;
@@ -243,8 +243,8 @@ void Saver::write(Job& job, const Contents& contents, const SaveOptions& options
   if (own_buffers) {
     pieces.insert(pieces.end(), contents.buffers.begin(), contents.buffers.end());
   }
-  job.shard = std::make_unique<ShardWriter>(
-      in(job.temporary, shard_name(group_->rank())), staging_, stream_,
+  job.shard = std::make_unique<RankWriter>(
+      job.temporary, group_->rank(), staging_, stream_,
       job.mode == Mode::wait ? ShardWriter::Caller::waits : ShardWriter::Caller::goes_on);
   job.shard->write(pieces, options.own);
   if (group_->rank() == 0 && options.extra) options.extra(job.temporary);
@@ -253,9 +253,9 @@ void Saver::write(Job& job, const Contents& contents, const SaveOptions& options
 void Saver::end(Job& job) const {
   std::string mine;
   try {
+    if (job.error) job.shard.reset();  // nothing writes into what is removed
     if (job.error) throw Error(*job.error);
-    const auto shard = job.shard->finish();
-    mine = join(shard.bytes, ' ', shard.digest);
+    for (const auto& file : job.shard->finish()) mine += join(file.bytes, ' ', file.digest, ' ');
   } catch (const std::exception& error) {
     mine = kFailed + std::string(error.what());
   }
@@ -296,12 +296,14 @@ std::int64_t Saver::commit(const Job& job, const std::vector<std::string>& shard
   auto manifest = job.manifest;
   std::uint64_t bytes = 0;
   for (std::size_t rank = 0; rank < shards.size(); ++rank) {
+    std::istringstream written(shards[rank]);
     SavedFile file;
-    file.name = shard_name(static_cast<int>(rank));
     file.rank = static_cast<std::int64_t>(rank);
-    std::istringstream(shards[rank]) >> file.bytes >> file.digest;
-    manifest.files.push_back(file);
-    bytes += file.bytes;
+    for (int part = 0; written >> file.bytes >> file.digest; ++part) {
+      file.name = shard_name(static_cast<int>(rank), part);
+      manifest.files.push_back(file);
+      bytes += file.bytes;
+    }
   }
   if (job.commits) {
     commit_folder(job.directory, job.temporary, job.name, std::move(manifest), job.best);

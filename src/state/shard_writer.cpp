@@ -16,6 +16,7 @@
 namespace poise::state {
 namespace {
 
+constexpr std::size_t kRun = std::size_t{256} << 10;
 constexpr std::size_t kWorthIt = std::size_t{1} << 20;  // to be written apart from its neighbours
 
 // So that the first of `later`, and with it all that follow, lies at a multiple of its element.
@@ -67,8 +68,9 @@ void ShardWriter::write(const std::vector<Piece>& pieces,
   for (const auto& piece : now) append(piece);
   if (rest_.empty()) end_tile();
   submit_filled();
-  in_place_.synchronize();
 }
+
+void ShardWriter::wait_until_read() { in_place_.synchronize(); }
 
 void ShardWriter::write_rest() {
   if (rest_.empty()) return;
@@ -127,8 +129,8 @@ void ShardWriter::append_span(const Piece& piece) {
 void ShardWriter::append_tensor(const at::Tensor& flat) {
   POISE_CHECK(flat.is_contiguous());
   if (flat.is_cpu()) {
-    const bool in_place = caller_ == Caller::waits && file_->output.copies();
-    if (in_place && flat.nbytes() >= kWorthIt) return write_in_place(flat);
+    if (caller_ == Caller::waits && copies() && flat.nbytes() >= kWorthIt)
+      return write_in_place(flat);
     return append(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
   }
   at::NoGradGuard no_grad;
@@ -148,14 +150,21 @@ void ShardWriter::write_in_place(const at::Tensor& flat) {
   in_place_ = stream_.submit([file = file_, flat] {
     try {
       if (file->error) return;
-      file->output.write_from_anywhere(static_cast<const char*>(flat.const_data_ptr()),
-                                       flat.nbytes());
-      file->bytes += flat.nbytes();
+      file->write_from_anywhere(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
     } catch (const std::exception& error) {
       file->error = error.what();
     }
   });
-  file_->digest.update(flat.const_data_ptr(), flat.nbytes());
+}
+
+// The checksum first, which brings a run into the cache that the copy is made from.
+void ShardWriter::File::write_from_anywhere(const char* data, std::size_t size) {
+  for (std::size_t at = 0; at < size; at += kRun) {
+    const auto length = std::min(kRun, size - at);
+    digest.update(data + at, length);
+    output.write_from_anywhere(data + at, length);
+    bytes += length;
+  }
 }
 
 void ShardWriter::end_tile() {
@@ -171,7 +180,7 @@ void ShardWriter::submit_filled() {
 
 void ShardWriter::submit(Filled filled) {
   const auto tile = std::make_shared<Staging::Tile>(std::move(filled.tile));
-  const bool digest_here = caller_ == Caller::waits;
+  const bool digest_here = caller_ == Caller::waits && !copies();
   if (digest_here) file_->digest.update(tile->data, filled.size);
   stream_.submit([file = file_, tile, size = filled.size, digest_here, &staging = staging_] {
     try {

@@ -1,5 +1,5 @@
-// Writes one rank's shard: copied into tiles by the caller, written by a stream; where the caller
-// waits and the system copies what is written, straight from where it lies.
+// Writes one file of a rank's shard: copied into tiles by the caller, written by a stream; where
+// the caller waits and the system copies what is written, straight from where it lies.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,19 @@ namespace poise::state {
 
 class ShardWriter {
  public:
-  // A caller that waits makes the checksum while the stream waits for the disk. One that goes on
-  // leaves all it can to the stream.
+  // A caller that waits makes the checksum while the stream waits for the disk, not where the
+  // stream copies. One that goes on leaves all it can to the stream.
   enum class Caller { waits, goes_on };
   ShardWriter(std::string path, Staging& staging, Stream& stream, Caller caller);
   ~ShardWriter();
 
-  // The file, but for the pieces that only the engine changes where the caller goes on. What is
-  // written has been read for the last time when a call returns.
+  // Whether the system copies what is written.
+  bool copies() const { return file_->output.copies(); }
+
+  // The file, but for the pieces that only the engine changes where the caller goes on.
   void write(const std::vector<Piece>& pieces, const std::map<std::string, std::string>& metadata);
-  void write_rest();  // from any thread
+  void wait_until_read();  // what was written has been read for the last time
+  void write_rest();       // from any thread; what it writes has been read when it returns
 
   // On the stream, after everything: the file is on the disk. Throws Error where it is not.
   SavedFile finish();
@@ -36,6 +39,7 @@ class ShardWriter {
  private:
   struct File {
     explicit File(const std::string& path) : output(path) {}
+    void write_from_anywhere(const char* bytes, std::size_t size);
     OutputFile output;
     offload::Digest digest;
     std::uint64_t bytes = 0;

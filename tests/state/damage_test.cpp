@@ -76,8 +76,8 @@ TEST_F(Damage, ASaveOfAnEarlierVersionIsReadAndChecked) {
     file.digest = offload::xxh64_of(testing::bytes_of(state::in(path, file.name)));
   }
   auto text = state::to_text(manifest);
-  ASSERT_NE(text.find("\"version\": 3"), std::string::npos);
-  text.replace(text.find("\"version\": 3"), 12, "\"version\": 1");
+  ASSERT_NE(text.find("\"version\": 4"), std::string::npos);
+  text.replace(text.find("\"version\": 4"), 12, "\"version\": 1");
   constexpr std::size_t kDigitsAt = sizeof("{\n  \"xxh64\": \"") - 1;
   text.replace(kDigitsAt, 16, 16, '0');
   text.replace(kDigitsAt, 16, offload::hex(offload::xxh64_of(text)));
@@ -128,6 +128,30 @@ TEST_F(Damage, FilesThatAreCutMissingOrLinks) {
   expect_refused("rank-00001.safetensors");
   ASSERT_EQ(::unlink(state::in(path, "manifest.json").c_str()), 0);
   expect_refused("no whole save in ");
+}
+
+// A rank may have several files: what they hold is there once, and what is the rank's own is alike.
+TEST_F(Damage, FilesOfOneRankThatDisagree) {
+  const auto join_ranks = [&](const std::string& save) {
+    auto manifest = state::read_manifest(save);
+    manifest.ranks = 1;
+    for (auto& file : manifest.files) file.rank = 0;
+    folder.write(save.substr(folder.path().size() + 1) + "/manifest.json", to_text(manifest));
+  };
+  join_ranks(path);
+  expect_refused("the random 'cpu' of rank 0 is there twice");
+
+  testing::on_ranks(kRanks,
+                    [&](std::shared_ptr<comm::Group> group) {
+                      test::GridModel m;
+                      Engine other(m.view(), test::adamw_config(2), group);
+                      other.save(folder.path(),
+                                 {.name = "own", .own = {{"rank", std::to_string(group->rank())}}});
+                    },
+                    {.timeout = std::chrono::seconds(60)});
+  path = folder / "own";
+  join_ranks(path);
+  expect_refused("the files of rank 0 have other values of its own");
 }
 
 TEST_F(Damage, AnotherModel) {

@@ -87,8 +87,8 @@ std::string with(const std::string& pointer, const nlohmann::ordered_json& value
 }
 
 TEST(Manifest, RefusesANewerVersion) {
-  const auto message = message_of([] { manifest_from(with("/version", 4), "m"); });
-  EXPECT_NE(message.find("m has version 4 of the format, and this poise reads up to 3"),
+  const auto message = message_of([] { manifest_from(with("/version", 5), "m"); });
+  EXPECT_NE(message.find("m has version 5 of the format, and this poise reads up to 4"),
             std::string::npos)
       << message;
 }

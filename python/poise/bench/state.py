@@ -164,7 +164,7 @@ def _figure(
 
 def save_and_load(numel: int = PARAMETERS, repeats: int = 3, folder: str = ".") -> Iterator[dict]:
     """Rates over a raw loop and torch's on the disk of this folder; in memory over torch's, and over what
-    copies the bytes there without checksum, names, or one file for all."""
+    copies the bytes there without checksum or names."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="poise-bench-") as name:
         s = _rounds(Path(name), numel, repeats, in_memory=False)
     yield _figure("save_vs_raw", s["raw"] / s["save"], 0.9, "higher", s)
