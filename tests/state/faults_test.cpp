@@ -3,6 +3,9 @@
 //
 // This program has functions of these names of its own, which are called instead of the C
 // library's.
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <ATen/Parallel.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -19,6 +22,7 @@
 
 #include "state/files.h"
 #include "state/training.h"
+#include "support/folder_in_memory.h"
 
 namespace {
 
@@ -236,6 +240,90 @@ TEST(Faults, DeathAtEveryCall) {
   }
   EXPECT_GE(deaths, 15);
 }
+
+// A rank that writes several files at once: any of them fails, or the process dies, at any run.
+class SeveralFiles : public ::testing::TestWithParam<Fault> {
+ protected:
+  void SetUp() override {
+    if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+    at::set_num_threads(2);
+  }
+  void TearDown() override { at::set_num_threads(threads); }
+
+  struct Training {
+    std::vector<at::Tensor> weights;
+    std::unique_ptr<Engine> engine;
+    Training() {
+      ModelView view;
+      for (const std::int64_t numel : {11, 1'500'000, 1'500'001}) {
+        weights.push_back(at::ones({numel}).requires_grad_());
+        view.parameters.push_back({join("w", weights.size()), weights.back()});
+      }
+      engine = std::make_unique<Engine>(view, Known::config());
+    }
+    void step() {
+      engine->step(1, [&](std::size_t) {
+        auto sum = weights[0].square().sum();
+        for (const auto& weight : weights) sum = sum + weight.square().sum();
+        return Loss::sum(sum, 1);
+      });
+    }
+  };
+
+  // In a process of its own where it dies. Whether the save was made.
+  bool save(Training& training, int call, int& calls) {
+    const auto try_to = [&] {
+      const Armed armed(GetParam(), call);
+      try {
+        training.engine->save(memory.path(), kOptions);
+        calls = armed.calls();
+        return true;
+      } catch (const Error& error) {
+        calls = armed.calls();
+        EXPECT_NE(std::string(error.what()).find("[state] cannot "), std::string::npos);
+        return false;
+      }
+    };
+    if (GetParam() != Fault::dies) return try_to();
+    const auto child = ::fork();
+    if (child == 0) ::_exit(try_to() ? 0 : 1);
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    calls = WIFEXITED(status) ? 0 : call;
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+
+  const int threads = at::get_num_threads();
+  const testing::FolderInMemory memory;
+};
+
+TEST_P(SeveralFiles, FailAtEveryFifthCall) {
+  Training training;
+  std::map<std::int64_t, at::Tensor> known{{0, training.weights[2].detach().clone()}};
+  training.engine->save(memory.path(), kOptions);
+  std::int64_t saved = 0;
+  int failed = 0;
+  for (int call = 1, calls = 1;; call += 5) {
+    training.step();
+    known[training.engine->updates()] = training.weights[2].detach().clone();
+    if (save(training, call, calls)) {
+      saved = training.engine->updates();
+    } else {
+      ++failed;
+    }
+    Training other;
+    other.engine->load(memory.path());
+    ASSERT_GE(other.engine->updates(), saved);
+    EXPECT_TRUE(at::equal(other.weights[2].detach(), known.at(other.engine->updates())));
+    for (const auto& one : state::list(memory.path())) state::verify(one);
+    if (calls < call) break;  // there is no such call any more
+  }
+  EXPECT_GE(failed, 25);  // 36 MB in runs of 256 KiB
+}
+INSTANTIATE_TEST_SUITE_P(Kinds, SeveralFiles, ::testing::Values(Fault::full, Fault::dies),
+                         [](const auto& info) {
+                           return info.param == Fault::full ? "Full" : "Dies";
+                         });
 
 }  // namespace
 }  // namespace poise

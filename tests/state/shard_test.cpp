@@ -1,7 +1,6 @@
 // A shard that is written straight from where its values lie is the one that passes through tiles.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <sys/resource.h>
 
 #include <atomic>
@@ -11,27 +10,12 @@
 #include "state/fast_copy.h"
 #include "state/files.h"
 #include "state/training.h"
+#include "support/folder_in_memory.h"
 
 namespace poise {
 namespace {
 
 using testing::TempFolder;
-
-// A folder in memory, which the system copies to; a test is skipped where there is none.
-class InMemory {
- public:
-  InMemory() {
-    if (::mkdtemp(path_.data()) == nullptr) path_.clear();
-  }
-  ~InMemory() {
-    if (!path_.empty()) state::remove_tree(path_);
-  }
-  bool is_there() const { return !path_.empty(); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_ = "/dev/shm/poise_test_XXXXXX";
-};
 
 // Values that are large enough to be written apart, between small ones.
 struct Trained {
@@ -61,7 +45,7 @@ struct Trained {
 };
 
 TEST(Shard, IsTheSameFromTilesAndFromWhereItsValuesLie) {
-  const InMemory memory;
+  const testing::FolderInMemory memory;
   if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
   const TempFolder disk;
   Trained waits(false), goes_on(true);
@@ -92,7 +76,7 @@ class ShardOfSeveralFiles : public ::testing::Test {
   }
 
   const int threads = at::get_num_threads();
-  const InMemory memory;
+  const testing::FolderInMemory memory;
   // 44 MiB with moments; 22 and more in the first tensors.
   Trained run{false, {9, 1'900'000, 5, 900'000, 1'000'001, 3}};
 };
@@ -170,7 +154,7 @@ TEST(Shard, IsCopiedFromAnywhereToAnywhere) {
 
 // Ctrl-C while values are written from where they lie, and may change from then on: no save.
 TEST(Shard, ThatIsInterruptedIsNoSave) {
-  const InMemory memory;
+  const testing::FolderInMemory memory;
   if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
   Trained run(false);
   run.engine->save(memory.path());
