@@ -7,6 +7,7 @@ fastest that fits is run once to be sure.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -63,7 +64,7 @@ class Balance:
     Attributes:
       chosen: the fastest candidate that fits.
       accounts: its predicted bytes at the peak, by account.
-      measured: bytes at the peak of the one run that made sure; None on several ranks.
+      measured: bytes at the peak of the one run that made sure, the highest of all ranks; None: nothing fits.
       front: no candidate is both faster and smaller: fastest first.
       candidates: how many there were.
       may_split: whether another micro-batch is the same training.
@@ -220,16 +221,10 @@ class _Fit:
         """
         engine.set_checkpointing(policy)
         points: list[tuple[int, Trace]] = []
-        several = engine.group.size > 1  # where no trial may run out of memory
         for size in sizes[:2]:
-            if several and points and budget is not None:
-                if _agreed(engine.group, [_at_most(points[-1], size)])[0] > budget:
-                    break
             try:
                 points.append((size, _timed(engine, batch_of(size), loss_fn)))
-            except torch.OutOfMemoryError:
-                if engine.group.size > 1:
-                    raise
+            except torch.OutOfMemoryError:  # on all ranks
                 break
         if not points:
             return None
@@ -239,17 +234,12 @@ class _Fit:
         held = sum(fit.held.values())
         room = LARGE_SHARE * budget
         expected = [float(held + _peak(fit.links(size))) for size in sizes[2:]]
-        if several:
-            expected = [_at_most(points[-1], size) for size in sizes[2:]]
         peaks = _agreed(engine.group, expected)
         fitting = [size for size, peak in zip(sizes[2:], peaks, strict=True) if peak <= room]
         if not fitting:
             return fit
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             points.append((fitting[-1], _timed(engine, batch_of(fitting[-1]), loss_fn)))
-        except torch.OutOfMemoryError:
-            if engine.group.size > 1:
-                raise
         return cls(points)
 
     def links(self, size: int) -> list[Link]:
@@ -291,13 +281,6 @@ class _Fit:
         if high[0] == low[0]:
             return at_low
         return at_low + (at_high - at_low) * (size - low[0]) // (high[0] - low[0])
-
-
-def _at_most(point: tuple[int, Trace], size: int) -> float:
-    """What a larger micro-batch holds at most: what is beside states grows no faster than its samples,
-    being the largest of sums of a constant and a part for each."""
-    known, trace_of = point
-    return sum(trace_of.held.values()) + _peak(trace_of.links) * size / known
 
 
 def _timed(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
@@ -389,16 +372,12 @@ def _fastest(
     loss_fn: Callable[[Any], Any],
     *,
     several: bool,
-) -> tuple[Candidate, int | None] | None:
+) -> tuple[Candidate, int] | None:
     """The fastest that fits and its measured peak; of those that are close all are run.
 
-    Predictions are lines; where two candidates are nearly as fast, running both decides. On several
-    ranks nothing is run, since memory must not run out on one of them.
+    Predictions are lines; where two candidates are nearly as fast, running both decides.
     """
     limit = float(budget)
-    if engine.group.size > 1:
-        fitting = next((c for c in by_time if c.peak <= limit), None)
-        return None if fitting is None else (fitting, None)
     tried: list[tuple[float, Candidate, int]] = []  # seconds of an update
     for candidate in by_time:
         if tried and (candidate.seconds > CLOSE * tried[0][1].seconds or len(tried) == TRIED):
@@ -427,7 +406,8 @@ def _alike(candidate: Candidate, tried: list[tuple[float, Candidate, int]]) -> b
 
 
 def _run(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> tuple[int, float] | None:
-    """The higher peak and the shorter time of two windows; None where it ran out of memory.
+    """The higher peak and the shorter time of two windows, of all ranks the largest; None where one ran
+    out of memory.
 
     Says so where bytes stay held after a window, which the run to come holds on top of all that was
     predicted.
@@ -450,7 +430,8 @@ def _run(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> tuple[int
             ", ".join(f"{name} {format_bytes(count)}" for name, count in kept.items()),
         )
     peak = max(sum(run.held.values()) + _peak(run.links) for run in runs)
-    return peak, min(run.seconds for run in runs)
+    highest, slowest = _agreed(engine.group, [float(peak), min(run.seconds for run in runs)])
+    return int(highest), slowest
 
 
 def _front(by_time: list[Candidate]) -> list[Candidate]:

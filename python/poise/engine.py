@@ -214,7 +214,8 @@ class Engine:
 
     @property
     def lost_windows(self) -> int:
-        """Windows that lose_window, drop_window or a loss_fn has dropped on all ranks."""
+        """Windows that lose_window, drop_window or a loss_fn has dropped on all ranks; of several ranks
+        also the trials by which a balance is found."""
         return self._engine.lost_windows
 
     def begin_update(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from poise import model_view
+from poise._C import WindowDropped
 from poise.engine import Engine
 
 
@@ -55,8 +56,8 @@ class Trace:
 def measure(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
     """Runs one micro-batch and drops its gradients: parameters, buffers and random state stay.
 
-    All ranks. Raises torch.OutOfMemoryError where it does not fit; the engine stays usable then on
-    one rank.
+    All ranks. Raises torch.OutOfMemoryError where it does not fit, on all ranks where it does not on
+    one; the engine stays usable.
     """
     blocks = [module for _, module in engine.blocks]
     if len(blocks) > 1 and not model_view.is_compiled(engine.model):
@@ -106,21 +107,37 @@ def _run(
     held = {name: int(count) for name, count in engine.memory()["current"].items()}
     with unchanged(engine.model, device):
         marks = Marks(meter, blocks)
+        lost, why = engine.lost_windows, None
         try:
-            with marks.hooks():
-                begin = meter.clock()
-                marks.start()
-                with engine.forward_scope():
-                    loss = loss_fn(batch)
-                marks.end_forward()
-                engine.backward(loss)
-                marks.end_backward()
-                seconds = meter.clock() - begin
-        finally:
-            del batch
+            seconds = _forward_and_backward(engine, batch, loss_fn, meter, marks)
+            with contextlib.suppress(WindowDropped):
+                engine.drop_window()  # all ranks hear of memory that ran out on one
+        except torch.OutOfMemoryError as error:
+            why = str(error)
+        except BaseException:
             engine.discard_window()
+            raise
+        if why is not None:  # out here what the failed forward's frames held is gone
+            if engine.lost_windows == lost:
+                engine.lose_window(why)
+            raise torch.OutOfMemoryError(why)
     links = marks.links()
     return None if links is None else Trace(links, seconds, held)
+
+
+def _forward_and_backward(
+    engine: Engine, batch: Any, loss_fn: Callable[[Any], Any], meter: _Meter, marks: Marks
+) -> float:
+    """The seconds that it took."""
+    with marks.hooks():
+        begin = meter.clock()
+        marks.start()
+        with engine.forward_scope():
+            loss = loss_fn(batch)
+        marks.end_forward()
+        engine.backward(loss)
+        marks.end_backward()
+        return meter.clock() - begin
 
 
 class _Meter:

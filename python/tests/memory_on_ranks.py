@@ -9,7 +9,8 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from plain_loop import settings
-from poise import balance, trainer_balance
+from poise import balance, trace, trainer_balance
+from poise.misfit import NothingFits
 from tiny_models import TinyForCausalLM, batch, counted, split, tiny
 from torch import nn
 from training_on_ranks import FP32, STAGES, digest, masters_of
@@ -217,6 +218,21 @@ class ByHand(poise.Trainer):
         return loss.detach()
 
 
+class Tried:
+    """How many windows were trials of balances: those are dropped on all ranks, too."""
+
+    def __init__(self):
+        self.run, self.count = trace._run, 0
+        trace._run = self
+
+    def __call__(self, *args):
+        self.count += 1
+        return self.run(*args)
+
+    def lost_besides(self, engine):
+        return engine.lost_windows - self.count
+
+
 def trainers(folder):
     """A Trainer's step by hand, whose split was found."""
     seen = {}
@@ -230,10 +246,12 @@ def trainers(folder):
             )  # fmt: skip
             trainer = ByHand(tiny(), arguments, train_dataset=rows)
             trainer.where = where
+            tried = Tried()
             output = trainer.train()
+            trace._run = tried.run
             seen[f"{stage}, {where}"] = [
                 output.global_step,
-                trainer.engine.lost_windows,
+                tried.lost_besides(trainer.engine),
                 digest(trainer.engine.state_dict()),
             ]
     return seen
@@ -299,13 +317,15 @@ def longer_on_one_rank(folder):
         }
         budget = (3 * peak_of(fixed[4]) + peak_of(fixed[8])) // 4
         mine = fixed[8].engine.memory()["peak_bytes"]
+        tried = Tried()
         found = train(f"{stage}_found", zero_stage=stage, memory_budget=budget, separable_loss=True)
+        trace._run = tried.run
         seen[stage] = {
             "found": seen_of(found),
             "halves": seen_of(fixed[4]),
             "chosen": found._found.chosen.micro_batch,
             "parts": found._halving.parts,
-            "lost": found.engine.lost_windows,
+            "lost": tried.lost_besides(found.engine),
             "peak": found.engine.memory()["peak_bytes"],
             "own": [mine, budget],
         }
@@ -329,6 +349,43 @@ def single(folder):
     return []
 
 
+def trials(folder):
+    """The balance is sought where trials of more than two samples, or all, run out on rank 1 alone."""
+    seen = {}
+    for stage in STAGES:
+        plain = Trial(config_of(stage)).train().seen()
+        for where in ("forward", "backward"):
+            for allowed in (2, 0):
+
+                def fault(model, piece, number, where=where, allowed=allowed):
+                    if dist.get_rank() == 0 or len(piece["input_ids"]) <= allowed:
+                        return None
+                    if where == "forward":
+                        raise torch.OutOfMemoryError("in forward")
+                    return Failing.apply(model.head.bias.sum()) * 0
+
+                trial = Trial(config_of(stage), fault)
+                held = trial.engine.memory()["current_bytes"]
+                try:
+                    found = balance.find(
+                        trial.engine,
+                        lambda size: batch(size, 6, seed=size),
+                        trial.loss,
+                        samples=8,
+                        budget=1 << 30,
+                    )
+                    chosen = found.chosen.micro_batch
+                except NothingFits as error:
+                    chosen = str(error)
+                trial.fault = lambda model, piece, number: None
+                seen[f"{stage}, {where}, {allowed}"] = {
+                    "chosen": chosen,
+                    "held": trial.engine.memory()["current_bytes"] - held,
+                    "same": trial.train().seen() == plain,
+                }
+    return seen
+
+
 CASES = {
     "budgets": budgets,
     "by_hand": by_hand,
@@ -336,6 +393,7 @@ CASES = {
     "longer_on_one_rank": longer_on_one_rank,
     "single": single,
     "trainers": trainers,
+    "trials": trials,
 }
 
 

@@ -96,6 +96,20 @@ def test_a_trainers_split_that_is_too_large_for_one_rank_alone(tmp_path_factory)
         assert of_ranks[0][stage]["found"]["lines"] == of_ranks[1][stage]["found"]["lines"]
 
 
+def test_trials_of_balances_that_run_out_on_one_rank(tmp_path_factory):
+    of_ranks = run(tmp_path_factory, "trials")
+    assert of_ranks[0].keys() == of_ranks[1].keys() and len(of_ranks[0]) == 4 * len(STAGES)
+    for of_rank in of_ranks:
+        for case, seen in of_rank.items():
+            if case.endswith("2"):
+                assert seen["chosen"] in (1, 2), case
+            else:
+                assert "a micro-batch of 1" in seen["chosen"], case
+            assert seen["same"] and seen["held"] == 0, case
+    for case, seen in of_ranks[0].items():
+        assert seen["chosen"] == of_ranks[1][case]["chosen"]
+
+
 def test_single_samples_cannot_be_halved(tmp_path_factory):
     first, second = run(tmp_path_factory, "single")
     assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
