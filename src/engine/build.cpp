@@ -318,6 +318,7 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
                 group->device().is_cpu() ? zero::Following::Looks::in_waits
                                          : zero::Following::Looks::by_thread),
       gradients(table, store, shards, ranks, config.zero, following, ledger),
+      gathers(table, store, shards, ranks, ledger),
       units(make_units()),
       activations(make_activations(model)),
       optimizer(optim::make_optimizer(config.optimizer, config.engine.seed)),

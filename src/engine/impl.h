@@ -217,7 +217,7 @@ struct Engine::Impl {
   const std::string run;  // a name of its own among those over this group
   zero::Following following;
   zero::Gradients gradients;
-  zero::Gathers gathers{table, store, shards, ranks, ledger};
+  zero::Gathers gathers;
   std::shared_ptr<zero::Units> units;  // null where parameters are not sharded
   std::optional<checkpointing::ActivationOffload> activations;  // where they leave the device
   std::unique_ptr<optim::Optimizer> optimizer;
