@@ -12,8 +12,8 @@
 #include <csignal>
 
 #include "support/scratch_descriptor.h"
+#include "support/square_layers.h"
 #include "support/temp_folder.h"
-#include "support/tiny_model.h"
 
 namespace poise {
 namespace {
@@ -25,21 +25,11 @@ using testing::TempFolder;
 // Six units, more than there are rooms for, and one parameter that only some micro-batches use.
 struct Layers {
   static constexpr std::int64_t kWidth = 64;  // a weight is a multiple of a sector
-  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> weights = test::square_layers(6, kWidth, 20, 0.2);
   at::Tensor rare = normal({kWidth}, 5).requires_grad_();
 
-  Layers() {
-    for (std::uint64_t i = 0; i < 6; ++i) {
-      weights.push_back(normal({kWidth, kWidth}, 20 + i, 0.2).requires_grad_());
-    }
-  }
   ModelView view() const {
-    ModelView made;
-    for (std::size_t i = 0; i < weights.size(); ++i) {
-      const auto name = join("layers.", i);
-      made.parameters.push_back({name, weights[i]});
-      made.units.push_back({name, {name}});
-    }
+    auto made = test::view_of_layers(weights);
     made.parameters.push_back({"rare", rare});
     made.units.push_back({"rare", {"rare"}});
     return made;

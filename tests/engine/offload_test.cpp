@@ -10,8 +10,8 @@
 
 #include "engine/state_update.h"
 #include "support/scratch_descriptor.h"
+#include "support/square_layers.h"
 #include "support/temp_folder.h"
-#include "support/tiny_model.h"
 
 namespace poise {
 namespace {
@@ -28,21 +28,10 @@ struct Stack {
   std::vector<at::Tensor> weights;
   std::vector<zero::Unit> units;
 
-  explicit Stack(int layers = 8) : units(static_cast<std::size_t>(layers)) {
-    for (int i = 0; i < layers; ++i) {
-      weights.push_back(normal({kWidth, kWidth}, static_cast<std::uint64_t>(50 + i), 0.15));
-      weights.back().requires_grad_();
-    }
-  }
-  ModelView view() const {
-    ModelView made;
-    for (std::size_t i = 0; i < weights.size(); ++i) {
-      const auto name = join("layers.", i);
-      made.parameters.push_back({name, weights[i]});
-      made.units.push_back({name, {name}});
-    }
-    return made;
-  }
+  explicit Stack(int layers = 8)
+      : weights(test::square_layers(layers, kWidth, 50, 0.15)),
+        units(static_cast<std::size_t>(layers)) {}
+  ModelView view() const { return test::view_of_layers(weights); }
   Loss loss(const at::Tensor& batch) const {
     auto x = batch.to(weights[0].scalar_type());
     for (std::size_t i = 0; i < weights.size(); ++i) {
