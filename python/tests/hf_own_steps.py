@@ -10,93 +10,78 @@ from hf_models import causal_rows, made
 from torch import nn
 
 
-def by_accelerator(base):
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    return Own
+def own(training_step):
+    """Makes a subclass with it of a Trainer."""
+    return lambda base: type("Own", (base,), {"training_step": training_step})
 
 
-def by_plain_backward(base):
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            inputs = self._prepare_inputs(inputs)
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            loss.backward()
-            return loss.detach()
-
-    return Own
+def loss_as_usual(trainer, model, inputs, num_items_in_batch):
+    """What transformers' own steps of several versions begin with."""
+    model.train()
+    inputs = trainer._prepare_inputs(inputs)
+    with trainer.compute_loss_context_manager():
+        return trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
 
 
-def divided(base):
+@own
+def by_accelerator(self, model, inputs, num_items_in_batch=None):
+    loss = loss_as_usual(self, model, inputs, num_items_in_batch)
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+@own
+def by_plain_backward(self, model, inputs, num_items_in_batch=None):
+    model.train()
+    inputs = self._prepare_inputs(inputs)
+    loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    loss.backward()
+    return loss.detach()
+
+
+@own
+def divided(self, model, inputs, num_items_in_batch=None):
     """The mean of micro-batches' means, which a step makes by itself."""
-
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-            loss = loss / self.args.gradient_accumulation_steps
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    return Own
+    loss = self.compute_loss(model, self._prepare_inputs(inputs))
+    loss = loss / self.args.gradient_accumulation_steps
+    self.accelerator.backward(loss)
+    return loss.detach()
 
 
-def multiplied(base):
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            outputs = model(**self._prepare_inputs(inputs))
-            loss = outputs.loss * (1 / self.args.gradient_accumulation_steps)
-            loss.backward()
-            return loss.detach()
-
-    return Own
+@own
+def multiplied(self, model, inputs, num_items_in_batch=None):
+    outputs = model(**self._prepare_inputs(inputs))
+    loss = outputs.loss * (1 / self.args.gradient_accumulation_steps)
+    loss.backward()
+    return loss.detach()
 
 
-def as_of_4_46(base):
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-                self.optimizer.train()
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            if self.args.n_gpu > 1:
-                loss = loss.mean()
-            if num_items_in_batch is None:
-                loss = loss / self.args.gradient_accumulation_steps
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    return Own
+@own
+def as_of_4_46(self, model, inputs, num_items_in_batch=None):
+    if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+        self.optimizer.train()
+    loss = loss_as_usual(self, model, inputs, num_items_in_batch)
+    if self.args.n_gpu > 1:
+        loss = loss.mean()
+    if num_items_in_batch is None:
+        loss = loss / self.args.gradient_accumulation_steps
+    self.accelerator.backward(loss)
+    return loss.detach()
 
 
-def as_of_4_57(base):
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            kwargs = {}
-            if self.args.optim in ["lomo", "adalomo"]:
-                kwargs["learning_rate"] = self._get_learning_rate()
-            given = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            if not given and self.compute_loss_func is None:
-                loss = loss / self.current_gradient_accumulation_steps
-            if self.accelerator.distributed_type == "DEEPSPEED":
-                kwargs["scale_wrt_gas"] = False
-            self.accelerator.backward(loss, **kwargs)
-            return loss.detach()
-
-    return Own
+@own
+def as_of_4_57(self, model, inputs, num_items_in_batch=None):
+    loss = loss_as_usual(self, model, inputs, num_items_in_batch)
+    kwargs = {}
+    if self.args.optim in ["lomo", "adalomo"]:
+        kwargs["learning_rate"] = self._get_learning_rate()
+    given = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+    if not given and self.compute_loss_func is None:
+        loss = loss / self.current_gradient_accumulation_steps
+    if self.accelerator.distributed_type == "DEEPSPEED":
+        kwargs["scale_wrt_gas"] = False
+    self.accelerator.backward(loss, **kwargs)
+    return loss.detach()
 
 
 def as_of_5(base):
@@ -137,20 +122,16 @@ def as_of_5(base):
     return Own
 
 
-def of_logits(base):
+@own
+def of_logits(self, model, inputs, num_items_in_batch=None):
     """A loss of its own, with weights for the classes that are all 1."""
-
-    class Own(base):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            inputs = self._prepare_inputs(inputs)
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
-            weights = torch.ones(logits.shape[-1])
-            loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weights)
-            (loss / self.args.gradient_accumulation_steps).backward()
-            return loss.detach() / self.args.gradient_accumulation_steps
-
-    return Own
+    inputs = self._prepare_inputs(inputs)
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1).float()
+    weights = torch.ones(logits.shape[-1])
+    loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weights)
+    (loss / self.args.gradient_accumulation_steps).backward()
+    return loss.detach() / self.args.gradient_accumulation_steps
 
 
 # What runs in transformers' Trainer as it does here; the first two leave the division out, which there has to be

@@ -8,9 +8,9 @@ from pathlib import Path
 import rank_processes
 import torch
 import torch.distributed as dist
+from balanced_runs import Net, engine_of, train
 from poise import trainer_balance
 from poise.config import settings_of
-from test_balance import Net, engine_of, train
 
 
 def run(folder, budget, **given):

@@ -7,91 +7,12 @@ import types
 import poise
 import pytest
 import torch
+from balanced_runs import BLOCKS, LENGTH, Net, batch_of, call, engine_of, samples, train
 from poise import automatic_budget, balance, trace, trainer_balance
 from poise.balance import Candidate
 from torch import nn
 
-VOCABULARY, LENGTH, WIDTH, BLOCKS = 50, 64, 32, 4
-
-
-class Block(nn.Module):
-    def __init__(self, width, inner=4, dropout=0.0):
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(width, inner * width), nn.Linear(inner * width, width)
-
-    def forward(self, x):
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    """Uneven blocks; says what its loss is a mean over unless `says_count` is off."""
-
-    def __init__(self, dropout=0.0, says_count=True, norm=False):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(LENGTH) if norm else nn.Identity()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, 2 + 2 * i, dropout) for i in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.says_count = says_count
-
-    def forward(self, ids, labels):
-        hidden = self.embedding(ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(self.norm(hidden)).flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, labels.flatten())
-        return (loss, labels.numel()) if self.says_count else loss
-
-
-def samples(count=32):
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, VOCABULARY, (count, 2, LENGTH), generator=generator)
-    return [{"ids": row[0], "labels": row[1]} for row in rows]
-
-
-def batch_of(size):
-    rows = samples(1) * size
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def engine_of(model, **sections):
-    return poise.Engine(model, {"batch": {"accumulation": 16}, **sections})
-
-
-def call(model):
-    return lambda batch: poise.loss.as_loss(model(**batch))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def train(directory, model=None, trainer=None, **arguments):
-    torch.manual_seed(1)
-    given = dict(trainer or {})
-    trainer = given.pop("kind", poise.Trainer)(
-        model or Net(),
-        poise.TrainingArguments(
-            str(directory),
-            **{
-                "global_batch_size": 16,
-                "max_steps": 3,
-                "logging_steps": 1,
-                "learning_rate": 1e-2,
-                "use_cpu": True,
-                "disable_tqdm": True,
-                **arguments,
-            },
-        ),
-        train_dataset=samples(),
-        **given,
-    )
-    return trainer, trainer.train().training_loss
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def step_peak(engine, size, accumulation, loss):
@@ -558,9 +479,7 @@ def test_the_largest_micro_batch_that_fits_is_run_too(monkeypatch):
     assert sorted(set(sizes)) == [1, 2, 16]
     sizes.clear()
     low, high = (sum(wide.held.values()) + balance._peak(wide.links(n)) for n in (4, 8))
-    balance._Fit.of(
-        engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9
-    )
+    balance._Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9)
     assert sorted(set(sizes)) == [1, 2, 4]
 
 

@@ -7,18 +7,11 @@ import json
 import poise
 import pytest
 import torch
+from balanced_runs import FUNCTION, LENGTH, Net, train
 from poise import cli, report, train_command
 from poise import trainer as trainer_module
-from test_balance import LENGTH, Net, train
-from test_placement import FUNCTION
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan_of(folder):

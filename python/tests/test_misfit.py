@@ -8,18 +8,11 @@ import re
 import poise
 import pytest
 import torch
+from balanced_runs import FUNCTION, Net, batch_of, call, engine_of, held, train
 from poise import balance, cli
-from test_balance import Net, batch_of, call, engine_of, train
-from test_placement import FUNCTION, held
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def nearest(text):

@@ -10,26 +10,16 @@ import poise
 import pytest
 import rank_processes
 import torch
+from balanced_runs import FUNCTION, Net, batch_of, held, samples, train
 from poise import cli, placement
 from poise.config import settings_of
 from poise.forecast import Forecast
 from poise.placement import Placement, Task
-from test_balance import Net, batch_of, engine_of, samples, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SCRATCH = 200_000  # bytes of a small micro-batch
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def held(model, **sections):
-    return sum(engine_of(model, **sections).memory()["current"].values())
 
 
 def offload_of(engine):
@@ -125,28 +115,6 @@ def test_placements_say_what_they_are():
     assert Placement().describe(1) == ""
     assert Placement(2, False, "host").describe(2) == "; stage 2, optimizer states on the host"
     assert "parameters kept for the window" in Placement(3, True, "none").describe(2)
-
-
-FUNCTION = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-
-    def forward(self, x, labels):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        loss = nn.functional.cross_entropy(x, labels)
-        return {"loss": loss, "count": torch.tensor(len(x))}
-
-def build():
-    torch.manual_seed(0)
-    rows = [{"x": torch.randn(64), "labels": torch.tensor(i % 3)} for i in range(32)]
-    return Net(), rows
-"""
 
 
 @pytest.mark.parametrize("parameters", ["fp32", "bf16"])

@@ -16,13 +16,7 @@ MIB = 2**20
 # Bytes inside operations (the scratch of fused attention), which a trace without memory cannot see.
 SCRATCH = 0.005
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def byte_gpt():
@@ -35,6 +29,11 @@ def rows(count):
 
 def byte_loss(model):
     return lambda batch: model.loss(batch[:, :-1], batch[:, 1:])
+
+
+def plan_bytes(model, count, **given):
+    """Of a byte GPT and a batch of so many rows."""
+    return poise.plan(model, rows(count), loss_fn=byte_loss(model), separable_loss=True, **given)
 
 
 def measured_peak(model, batch_of, loss, plan):
@@ -50,14 +49,7 @@ def measured_peak(model, batch_of, loss, plan):
 @pytest.mark.parametrize("budget", ["64MiB", "26MiB", "20MiB"])
 def test_a_plan_holds_what_it_says(budget):
     model = byte_gpt()
-    answer = poise.plan(
-        model,
-        rows(4),
-        global_batch_size=8,
-        loss_fn=byte_loss(model),
-        separable_loss=True,
-        memory_budget=budget,
-    )
+    answer = plan_bytes(model, 4, global_batch_size=8, memory_budget=budget)
     assert answer.fits and answer.traced_by == "fake tensors"
     best = answer.best
     assert best.peak_bytes <= answer.budget_bytes
@@ -68,9 +60,7 @@ def test_a_plan_holds_what_it_says(budget):
 
 def test_it_says_what_the_description_says():
     model = byte_gpt()
-    answer = poise.plan(
-        model, rows(1), global_batch_size=4, loss_fn=byte_loss(model), separable_loss=True
-    )
+    answer = plan_bytes(model, 1, global_batch_size=4)
     assert sum(answer.best.held.values()) == 16 * sum(
         -(-p.numel() // 256) * 256 for p in model.parameters()
     )
@@ -151,25 +141,11 @@ def test_uneven_blocks_are_chosen_one_by_one():
 
 def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
     model = byte_gpt()
-    answer = poise.plan(
-        model,
-        rows(2),
-        global_batch_size=4,
-        loss_fn=byte_loss(model),
-        separable_loss=True,
-        memory_budget="10MiB",
-    )
+    answer = plan_bytes(model, 2, global_batch_size=4, memory_budget="10MiB")
     assert not answer.fits
     assert answer.missing_bytes == answer.floor_bytes - 10 * MIB > 0
     assert answer.dominated_by == "optimizer"
-    again = poise.plan(
-        model,
-        rows(2),
-        global_batch_size=4,
-        loss_fn=byte_loss(model),
-        separable_loss=True,
-        memory_budget=answer.floor_bytes,
-    )
+    again = plan_bytes(model, 2, global_batch_size=4, memory_budget=answer.floor_bytes)
     assert again.fits
     levers = {lever.name: lever for lever in answer.levers()}
     assert levers["optimizer states on the host"].fits
@@ -181,14 +157,9 @@ def test_an_impossible_budget_says_what_is_missing_and_what_would_do():
 
 def test_activations_that_are_offloaded_are_traced():
     model = byte_gpt()
-    arguments = {
-        "global_batch_size": 8,
-        "loss_fn": byte_loss(model),
-        "separable_loss": True,
-        "micro_batch_size": 8,
-    }
-    kept = poise.plan(model, rows(8), **arguments)
-    job = poise.plan(model, rows(8), **arguments, offload="host")._job
+    arguments = {"global_batch_size": 8, "micro_batch_size": 8}
+    kept = plan_bytes(model, 8, **arguments)
+    job = plan_bytes(model, 8, **arguments, offload="host")._job
     job.may_offload([["none", "none", "none", "host"]])
     away = planning._plan(_C.plan_search(job).best, kept._units)
     assert away.settings["offload"] == {"activations": "host"}
@@ -202,14 +173,7 @@ def test_activations_that_are_offloaded_are_traced():
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_moments_are_what_is_said(moments):
     model = byte_gpt()
-    answer = poise.plan(
-        model,
-        rows(1),
-        global_batch_size=1,
-        loss_fn=byte_loss(model),
-        separable_loss=True,
-        moments=moments,
-    )
+    answer = plan_bytes(model, 1, global_batch_size=1, moments=moments)
     engine = poise.Engine(model, {"optimizer": {"moments": moments}})
     assert answer.best.held["optimizer"] == engine.memory()["current"]["optimizer"]
 
@@ -463,9 +427,7 @@ def test_frozen_parameters_hold_no_states():
     model = byte_gpt()
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
-    answer = poise.plan(
-        model, rows(2), global_batch_size=2, loss_fn=byte_loss(model), separable_loss=True
-    )
+    answer = plan_bytes(model, 2, global_batch_size=2)
     measured = measured_peak(model, rows, byte_loss(model), answer.best)
     assert measured == pytest.approx(answer.best.peak_bytes, rel=0.03)
 
