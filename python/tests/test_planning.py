@@ -503,7 +503,7 @@ def test_a_model_of_python_in_a_run_file(tmp_path, capsys):
     # The loss says no count: as in `poise train`, the micro-batch is the usual one.
     assert best["micro_batch"] == 8 and "separable_loss=True" in answer["notes"][0]
     nearest = re.search(r"the nearest budget that works is (\S+);", printed.out)[1]
-    assert "most of it optimizer" in printed.out and "the same training would fit" in printed.out
+    assert "most of it optimizer" in printed.out and "the same training would fit: " in printed.out
     assert "the same training: optimizer states on the host" in printed.out
     code, _ = plan_of(tmp_path, capsys, "--memory", nearest)
     assert code == 0

@@ -16,15 +16,15 @@ std::string described(const plan::Lever& lever) {
               memory::format_bytes(lever.plan.memory.highest()), ")");
 }
 
-// "a training that is `kind` would fit with a, with b"; empty where none would.
+// "the same training would fit: a, or b"; empty where none would.
 std::string fitting(const std::vector<plan::Lever>& levers, bool changes_numbers) {
   std::string text;
   for (const auto& lever : levers) {
     if (!lever.fits || lever.changes_numbers != changes_numbers) continue;
-    text += join(text.empty() ? " " : ", or ", described(lever));
+    text += join(text.empty() ? "" : ", or ", described(lever));
   }
   if (text.empty()) return text;
-  return join(changes_numbers ? "another training" : "the same training", " would fit with", text);
+  return join(changes_numbers ? "another training" : "the same training", " would fit: ", text);
 }
 
 }  // namespace
@@ -51,8 +51,8 @@ std::string what_helps(const std::vector<plan::Lever>& levers) {
                                       [](const plan::Lever& a, const plan::Lever& b) {
                                         return a.plan.memory.highest() < b.plan.memory.highest();
                                       });
-  if (least == levers.end()) return "no lever is left";
-  return join("no lever alone is enough; least would be needed with ", described(*least));
+  if (least == levers.end()) return "there is no lever";
+  return join("no lever alone is enough; the one that needs least: ", described(*least));
 }
 
 std::string misfit(const plan::Job& job, const plan::Answer& answer) {

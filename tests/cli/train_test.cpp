@@ -182,7 +182,7 @@ TEST_F(Train, ABudgetBelowTheFloorIsRefusedWithTheFloor) {
   EXPECT_EQ(outcome.code, 1);
   EXPECT_THAT(outcome.err, AllOf(HasSubstr("[plan] no balance fits memory.budget_bytes 100.00 KiB"),
                                  HasSubstr("KiB, most of it "), HasSubstr(" are missing"),
-                                 HasSubstr("no lever alone is enough; least would be ")));
+                                 HasSubstr("no lever alone is enough; the one that needs least: ")));
   const std::string before = "the nearest budget that works is ";
   const auto named = outcome.err.substr(outcome.err.find(before) + before.size());
   const auto nearest = named.substr(0, named.find(';'));
@@ -192,7 +192,7 @@ TEST_F(Train, ABudgetBelowTheFloorIsRefusedWithTheFloor) {
       0)
       << nearest;
   EXPECT_THAT(train({"batch.micro_batch_size=0", "memory.budget_bytes=180KiB"}).err,
-              HasSubstr("the same training would fit with "));
+              HasSubstr("the same training would fit: "));
   const auto warned =
       train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB", "memory.on_misfit=warn"});
   EXPECT_EQ(warned.code, 1);  // it begins, and runs out
