@@ -92,13 +92,13 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
             "[plan] the run offloads, which is not planned for a model of Python; call "
             "poise.plan(..., offload=...) instead"
         )
-    known = separable.obstacle(made.model) is None and separable.has_known_head(made.model)
+    known = separable.why_not_split(made.model, None, own_loss=True, came_counted=lambda: False)
     return planning.plan(
         made.model,
         repeated(next(data.windows)[0], USUAL_MICRO_BATCH),  # kept where the loss may not be split
         global_batch_size=batch["global_batch_size"] or max(1, size) * max(1, count),
         loss_fn=lambda inputs: call.loss_and_outputs(inputs)[0],
-        separable_loss=True if known else None,  # else the loss says it
+        separable_loss=True if known is None else None,  # else the loss says it
         gpus=options.gpus,
         ranks_per_node=options.per_node,
         nodes=options.nodes,

@@ -11,9 +11,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from poise._C import Error
-from poise.loss import as_loss
+from poise.loss import Loss, as_loss
 from poise.model_call import call_model
 from poise.two_part_loss import whole
+
+
+def scalar(loss: Loss) -> torch.Tensor:
+    """All of a loss as one number to run backward of; its weight in a window is not in it."""
+    loss = whole(loss) if loss.terms else loss
+    return loss.value if loss.kind == "mean" else loss.value.sum()
 
 
 class PlannedLoss:
@@ -37,8 +43,7 @@ class PlannedLoss:
             return self._returned(call_model(self.model, batch))
         loss = as_loss(self.loss_fn(batch))
         self.came_counted = loss.kind != "mean" or loss.count is not None
-        loss = whole(loss) if loss.terms else loss
-        return loss.value if loss.kind == "mean" else loss.value.sum()
+        return scalar(loss)
 
     def of_copy(self) -> PlannedLoss:
         """The same of a copy of the model.

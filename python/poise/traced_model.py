@@ -248,8 +248,7 @@ def _resized(sample: Any, size: int) -> Any:
 def why_not_split(
     loss: PlannedLoss, sample: Any, given: bool | None, device: torch.device
 ) -> str | None:
-    """Why another micro-batch may be another training ("the model has BatchNorm layers, ..."); None: it
-    is the same.
+    """As separable.why_not_split.
 
     Args:
       loss: is run without memory, or of a copy of its model, where nothing else tells.
@@ -257,25 +256,25 @@ def why_not_split(
       given: what was said of the loss; None: nothing.
       device: where model and loss believe to be.
     """
-    if given is not None:
-        return None if given else "separable_loss is False"
-    reason = separable.obstacle(loss.model)
-    if reason is not None:
-        return f"the model {reason}"
-    if loss.loss_fn is None and separable.has_known_head(loss.model):
-        return None
-    batch = _resized(sample, rows_of(sample))
 
-    def run(where: torch.device) -> None:
-        fake_trace.trace(loss.model, loss, batch, blocks=[], recomputed=False, device=where)
+    def came_counted() -> bool:
+        batch = _resized(sample, rows_of(sample))
 
-    try:
-        _there_or_elsewhere(run, device)
-    except fake_trace.Untraceable:  # traced() says so
-        loss = loss.of_copy()
-        with torch.no_grad():
-            loss(sample)
-    return None if loss.came_counted else f"the loss is {separable.UNCOUNTED}"
+        def run(where: torch.device) -> None:
+            fake_trace.trace(loss.model, loss, batch, blocks=[], recomputed=False, device=where)
+
+        try:
+            _there_or_elsewhere(run, device)
+        except fake_trace.Untraceable:  # traced() says so
+            copied = loss.of_copy()
+            with torch.no_grad():
+                copied(sample)
+            return copied.came_counted
+        return loss.came_counted
+
+    return separable.why_not_split(
+        loss.model, given, own_loss=loss.loss_fn is None, came_counted=came_counted
+    )
 
 
 def kept_micro_batch(mine: int, rows: int) -> int:

@@ -37,6 +37,7 @@ from poise.loss import Loss
 from poise.misfit import NothingFits
 from poise.model_call import ModelCall
 from poise.placement import Placement
+from poise.planned_loss import scalar
 from poise.profiling import Profiling
 from poise.run_file import RunFile
 from poise.run_report import RunReport
@@ -221,14 +222,15 @@ class _Run:
                 policy if policy["policy"] != "none" else None, self._model, blocks
             ),
         )
-        known = separable.has_known_head(self._model)
-
-        def loss_of(batch: Any) -> torch.Tensor:
-            loss = self._loss(batch)
-            return loss.value.sum() if loss.kind == "per_token" else loss.value
 
         def may_split() -> bool:
-            return separable.obstacle(self._model) is None and (known or self._call.came_counted)
+            reason = separable.why_not_split(
+                self._model, None, own_loss=True, came_counted=lambda: self._call.came_counted
+            )
+            return reason is None
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            return scalar(self._loss(batch))
 
         return Forecast(task, self._model, blocks, lambda: sample, loss_of, may_split)
 

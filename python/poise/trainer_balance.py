@@ -294,24 +294,20 @@ def _may_split(
     own_loss: bool,
 ) -> bool:
     """Whether another micro-batch is the same training; says so where it is not known."""
-    if is_separable is not None:
-        return is_separable
-    # Of what the model itself returns: a loss of its outputs may be of pairs, for example.
-    known = own_loss and call.models_loss
-    reason = separable.obstacle(engine.model)
-    if reason is None:
-        known_head = known and separable.has_known_head(engine.model)
-        if known_head or _says_count(engine, call, try_loss):
-            return True
-        whose = "returns" if known else "has a loss of its outputs that is"
-        reason = f"{whose} {separable.UNCOUNTED}"
-    logger.warning(
-        "[trainer] the model %s: the micro-batch stays at most %d and only recomputation is chosen; "
-        "separable_loss=True of the Trainer says that the loss may be split, False that it may not",
-        reason,
-        USUAL_MICRO_BATCH,
+    reason = separable.why_not_split(
+        engine.model,
+        is_separable,
+        own_loss=own_loss and call.models_loss,
+        came_counted=lambda: _says_count(engine, call, try_loss),
     )
-    return False
+    if reason is not None and is_separable is None:
+        logger.warning(
+            "[trainer] %s: the micro-batch stays at most %d and only recomputation is chosen; "
+            "separable_loss=True of the Trainer says that the loss may be split, False that it may not",
+            reason,
+            USUAL_MICRO_BATCH,
+        )
+    return reason is None
 
 
 def _says_count(engine: Engine, call: ModelCall, try_loss: Callable[[], Loss]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -15,8 +14,8 @@ from poise.forecast import Forecast, fixed_recomputation
 from poise.loss import Loss
 from poise.model_call import ModelCall
 from poise.placement import Placement, Task
+from poise.planned_loss import scalar
 from poise.training_arguments import TrainingArguments
-from poise.two_part_loss import whole
 
 
 def forecast_of(
@@ -53,23 +52,19 @@ def forecast_of(
         *fixed_recomputation(policy, model, blocks),
     )
 
-    def loss_of(batch: Any) -> torch.Tensor:
-        loss = loss_fn(batch)
-        loss = whole(loss) if loss.terms else loss
-        return loss.value.sum() if loss.kind == "per_token" else loss.value
-
     def sample() -> Any:
         return (collate or default_collate)([trainer_balance.longest(dataset, args, collate)])
 
     def may_split() -> bool:
-        if args.separable_loss is not None:
-            return args.separable_loss
-        if separable.obstacle(model) is not None:
-            return False
-        known_head = own_loss and call.models_loss and separable.has_known_head(model)
-        return known_head or call.came_counted
+        reason = separable.why_not_split(
+            model,
+            args.separable_loss,
+            own_loss=own_loss and call.models_loss,
+            came_counted=lambda: call.came_counted,
+        )
+        return reason is None
 
-    return Forecast(task, model, blocks, sample, loss_of, may_split)
+    return Forecast(task, model, blocks, sample, lambda batch: scalar(loss_fn(batch)), may_split)
 
 
 def placements(args: TrainingArguments, model: nn.Module, forecast: Forecast) -> list[Placement]:
