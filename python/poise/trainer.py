@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +20,15 @@ from poise import (
     generators,
     hand_update,
     meta,
-    misfit,
     model_choice,
     model_view,
     placement,
     process_settings,
     ranks,
     report_to,
-    torch_optimizer,
     trackers,
     trainer_balance,
     trainer_data,
-    trainer_forecast,
     unused_overrides,
     utilization,
     wrong_batch,
@@ -45,33 +41,25 @@ from poise.callbacks import TrainerControl, TrainerState
 from poise.chunked_head import ChunkedHead
 from poise.config import settings_of
 from poise.data import WindowIterator
-from poise.deepspeed import of_trainer
 from poise.engine import Engine
-from poise.forecast import Forecast, foretold, told
 from poise.label_smoothing import LabelSmoothing
 from poise.loss import Loss
 from poise.metrics_log import MetricsLog, NoMetrics
-from poise.misfit import NothingFits
 from poise.model_call import ModelCall
 from poise.own_step import OwnStep
-from poise.placement import Placement
 from poise.prediction import EvalPrediction
 from poise.profiling import Profiling
 from poise.progress import Progress
 from poise.run_length import RunLength
 from poise.run_log import RunLog
-from poise.schedule_arguments import is_theirs, updates_of
+from poise.schedule_arguments import updates_of
 from poise.seeding import seed_everything
 from poise.signals import Signals, saves_noted
-from poise.trainer_evaluation import TrainerEvaluation
+from poise.trainer_engine import TrainerEngine
 from poise.trainer_optimizer import TorchOptimizer
 from poise.trainer_saving import TrainerSaves
 from poise.training_arguments import TrainingArguments
-from poise.two_part_loss import whole
 from poise.update import step
-
-# What a subclass may make an optimizer or a scheduler of torch in.
-MAKES_OPTIMIZER = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
 
 
 class TrainOutput(NamedTuple):
@@ -82,7 +70,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer(TrainerEvaluation):
+class Trainer(TrainerEngine):
     """Trains a model; names as in transformers' Trainer, whose scripts and subclasses it takes.
 
     Where torchrun, Slurm or mpirun started several ranks, all of them make the same Trainer and the
@@ -290,55 +278,6 @@ class Trainer(TrainerEvaluation):
         own = loss_func is None and not self._overrides("compute_loss")
         self._numbers = wrong_batch.Numbers(model, self.label_names, makes_loss=own)
 
-    def _goes_on(self, updates: int) -> bool:
-        """Whether a run of so many updates trains on with the last one's engine."""
-        if self.engine is None or not self._ended or self._model_init is not None:
-            return False
-        same = self._made_from == _without_schedule(self.args.to_config(updates))
-        new = [p for p in self.model.parameters() if p.requires_grad and not self.engine.trains(p)]
-        return same and self.engine.model is self.model and not new
-
-    def _make_engine(self, updates: int) -> None:
-        """Or takes the last run's, where train() left it."""
-        config = self.args.to_config(updates)
-        self._torch = self._torch_optimizer(updates)
-        if self._torch is None:
-            self._take_engine(config)
-            return
-        config = self._torch.settings(config)
-        with torch_optimizer.left_out_frozen(self.model, self.optimizer):
-            self._take_engine(config)
-            self._torch.attach(self.engine)
-
-    def _take_engine(self, config: dict[str, Any]) -> None:
-        if self.engine is None:
-            before = banner.types(self.model)
-            self.engine = Engine(self.model, config, self._units, self._group, device=self._device)
-            self._note_types(before)
-            self._made_from = _without_schedule(self.args.to_config(0))
-        else:
-            self.engine.set_schedule(config, self.engine.updates)
-
-    def _makes_no_torch_optimizer(self) -> bool:
-        theirs = self._given_optimizers != (None, None) or self.args.deepspeed is not None
-        theirs = theirs or is_theirs(self.args)
-        return not theirs and not any(self._overrides(name) for name in MAKES_OPTIMIZER)
-
-    def _torch_optimizer(self, updates: int) -> TorchOptimizer | None:
-        """Where somebody gave or makes an optimizer or a scheduler of torch."""
-        given, self.lr_scheduler = self._given_optimizers
-        self.optimizer = given if self.engine is None else self.optimizer
-        if not any(self._overrides(name) for name in MAKES_OPTIMIZER):
-            if self.optimizer is None:
-                self.optimizer = of_trainer.optimizer(self.model, self.args)
-            if self.lr_scheduler is None and of_trainer.has_scheduler(self.args):
-                optimizer = self.create_optimizer()
-                self.lr_scheduler = of_trainer.scheduler(optimizer, self.args, updates)
-            if self.optimizer is None and self.lr_scheduler is None and not is_theirs(self.args):
-                return None  # the engine's own
-        self.create_optimizer_and_scheduler(updates)
-        return TorchOptimizer(self.optimizer, self.lr_scheduler)
-
     def _loop(
         self,
         windows: WindowIterator,
@@ -456,63 +395,6 @@ class Trainer(TrainerEvaluation):
             self._evaluate_and_log(log, saving)
         return True
 
-    def _find_balance(self, updates: int) -> Balance:
-        """Makes the engine; anew where nothing fits while states lie as they were planned to."""
-        known = self._makes_no_torch_optimizer()  # what its optimizer holds
-        forecast = self._forecast() if known else None
-        places = [placement.of(self.args)]
-        if forecast is not None and self.engine is None:
-            places = trainer_forecast.placements(self.args, self.model, forecast)
-            told(forecast, places[0], self._say)
-        try:
-            found = self._measured_balance(places, updates)
-        except (NothingFits, torch.OutOfMemoryError) as error:
-            warns = self.args.on_misfit == "warn"
-            raise misfit.explained(error, forecast, places, warns=warns) from error
-        if forecast is None:
-            return found
-        chosen = foretold(forecast, placement.of(self.args), found.chosen)
-        return dataclasses.replace(found, foretold=chosen)
-
-    def _measured_balance(self, places: list[Placement], updates: int) -> Balance:
-        given = self.args
-        for place in places:
-            self.args = given.placed(place)
-            self._make_engine(updates)
-            try:
-                found = trainer_balance.find(
-                    self.engine,
-                    self.args,
-                    self.train_dataset,
-                    self._collate(),
-                    self._call,
-                    self._whole_loss,
-                    warns=place is places[-1],
-                    own_loss=not self._overrides("compute_loss"),
-                )
-                break
-            except NothingFits:
-                if place is places[-1]:
-                    raise
-            placement.unmake(self.engine)
-            self.engine = None
-        self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
-        return found
-
-    def _forecast(self) -> Forecast:
-        own = not self._overrides("compute_loss")
-        data, collate = self.train_dataset, self._collate()
-        return trainer_forecast.forecast_of(
-            self.args,
-            self.model,
-            self._units,
-            data,
-            collate,
-            self._call,
-            self._loss_of,
-            own_loss=own,
-        )
-
     def _use(self) -> dict[str, Any]:
         """What a run's log compares with: what the device has, what the engine has done."""
         args, memory = self.args, settings_of(self.engine.config)["memory"]["budget_bytes"]
@@ -530,10 +412,6 @@ class Trainer(TrainerEvaluation):
         if self._device.type == "cuda":
             self._numbers.check(batch)
         return trainer_data.to_device(batch, self._device)
-
-    def _whole_loss(self, batch: Any) -> Loss:
-        loss = self._loss(batch)
-        return whole(loss) if loss.terms else loss
 
     def _training_step(self, batch: Any) -> torch.Tensor:
         batch = self._on_device(batch)
@@ -572,16 +450,6 @@ class Trainer(TrainerEvaluation):
                     "eval_dataset; give one to poise.Trainer"
                 )
 
-    def _note_types(self, before: set[torch.dtype]) -> None:
-        """Says it where the engine keeps parameters in another type than the model came in."""
-        if line := banner.changed_types(before, banner.types(self.model)):
-            self._say(line)
-
-    def _say(self, line: str) -> None:
-        """Where there is no log yet."""
-        if not self.args.is_quiet and self._group.rank == 0:
-            print(line, file=sys.stderr)
-
     def _show_banner(self, run: RunLength, data: Any) -> None:
         if self.args.is_quiet or self._group.rank > 0:
             return
@@ -590,7 +458,3 @@ class Trainer(TrainerEvaluation):
         examples = trainer_data.examples(data)
         lines = banner.banner(self.model, self.args, run, settings, examples, self._group)
         print("\n".join(lines), file=sys.stderr)
-
-
-def _without_schedule(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: section for name, section in config.items() if name != "schedule"}

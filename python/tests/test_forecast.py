@@ -8,8 +8,7 @@ import poise
 import pytest
 import torch
 from balanced_runs import FUNCTION, LENGTH, Net, train
-from poise import cli, report, train_command
-from poise import trainer as trainer_module
+from poise import cli, report, train_command, trainer_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +21,7 @@ def plan_of(folder):
 @pytest.mark.parametrize("given", [{}, {"checkpointing": "every_n"}, {"bf16": True}])
 def test_it_is_said_before_anything_is_allocated_and_right(tmp_path, monkeypatch, capsys, given):
     ledger, seen = poise.memory.Ledger(), {}
-    real, engine = trainer_module.told, trainer_module.Engine
+    real, engine = trainer_engine.told, trainer_engine.Engine
 
     def told(forecast, place, note):
         before = ledger.snapshot().current_bytes
@@ -35,8 +34,8 @@ def test_it_is_said_before_anything_is_allocated_and_right(tmp_path, monkeypatch
         assert "said" in seen
         return engine(*arguments, **keywords)
 
-    monkeypatch.setattr(trainer_module, "told", told)
-    monkeypatch.setattr(trainer_module, "Engine", made)
+    monkeypatch.setattr(trainer_engine, "told", told)
+    monkeypatch.setattr(trainer_engine, "Engine", made)
     model = Net()
     with ledger:
         trainer, _ = train(tmp_path, model=model, memory_budget="64MiB", **given)
