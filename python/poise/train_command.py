@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -180,18 +181,21 @@ class _Run:
 
     def _measured_balance(self, sample: Any, places: list[Placement]) -> Placement:
         """Makes the engine; anew where nothing fits while states lie as they were planned to."""
-        for place in places:
+
+        def find_at(place: Placement, *, warns: bool) -> None:
             self._settings["offload"]["optimizer"] = place.optimizer
             self._engine = Engine(self._model, self._settings, device=self._device)
             self._model.train()
-            try:
-                self._found = self._balance_of(sample, warns=place is places[-1])
-                break
-            except NothingFits:
-                if place is places[-1]:
-                    raise
+            self._found = self._balance_of(sample, warns=warns)
+
+        for place in places[:-1]:
+            with contextlib.suppress(NothingFits):
+                find_at(place, warns=False)
+                return place
             placement.unmake(self._engine)
-        return place
+            self._engine = None  # nobody asks it for its books
+        find_at(places[-1], warns=True)
+        return places[-1]
 
     def _open_placements(self) -> list[Placement]:
         """The optimizer's states lie on the host where nothing fits otherwise, unless the file says."""

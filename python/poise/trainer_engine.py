@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -104,28 +105,38 @@ class TrainerEngine(TrainerEvaluation):
 
     def _measured_balance(self, places: list[Placement], updates: int) -> Balance:
         given = self.args
-        for place in places:
+        try:
+            found = self._first_that_fits(places, updates)
+        except BaseException:
+            self.args = given  # another train() finds its balance anew
+            raise
+        self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
+        self._made_from = _without_schedule(self.args.to_config(0))
+        return found
+
+    def _first_that_fits(self, places: list[Placement], updates: int) -> Balance:
+        given = self.args
+
+        def found_at(place: Placement, *, warns: bool) -> Balance:
             self.args = given.placed(place)
             self._make_engine(updates)
-            try:
-                found = trainer_balance.find(
-                    self.engine,
-                    self.args,
-                    self.train_dataset,
-                    self._collate(),
-                    self._call,
-                    self._whole_loss,
-                    warns=place is places[-1],
-                    own_loss=not self._overrides("compute_loss"),
-                )
-                break
-            except NothingFits:
-                if place is places[-1]:
-                    raise
+            return trainer_balance.find(
+                self.engine,
+                self.args,
+                self.train_dataset,
+                self._collate(),
+                self._call,
+                self._whole_loss,
+                warns=warns,
+                own_loss=not self._overrides("compute_loss"),
+            )
+
+        for place in places[:-1]:
+            with contextlib.suppress(NothingFits):
+                return found_at(place, warns=False)
             placement.unmake(self.engine)
             self.engine = None
-        self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
-        return found
+        return found_at(places[-1], warns=True)
 
     def _forecast(self) -> Forecast:
         own = not self._overrides("compute_loss")

@@ -8,8 +8,9 @@ import re
 import poise
 import pytest
 import torch
-from balanced_runs import FUNCTION, Net, batch_of, call, engine_of, held, train
-from poise import balance, cli
+from balanced_runs import FUNCTION, Net, batch_of, call, engine_of, held, samples, train
+from poise import balance, cli, placement
+from poise.placement import Placement
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +75,20 @@ def test_a_loss_that_may_not_be_split_is_named_as_what_keeps_the_floor_up(tmp_pa
     given = {"memory_budget": int(1.05 * held(Net())), "offload_optimizer": "none"}
     with pytest.raises(balance.NothingFits, match="separable_loss=True of a Trainer releases it"):
         train(tmp_path, model=Net(says_count=False), **given)
+
+
+def test_another_budget_after_one_that_did_not_do_leaves_states_where_they_fit(tmp_path):
+    args = poise.TrainingArguments(
+        str(tmp_path), use_cpu=True, memory_budget=int(0.1 * held(Net())), global_batch_size=16,
+        max_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = poise.Trainer(Net(), args, train_dataset=samples())
+    with pytest.raises(balance.NothingFits):
+        trainer.train()
+    assert placement.of(trainer.args) == Placement()
+    trainer.args.memory_budget = "64MiB"
+    trainer.train()
+    assert placement.of(trainer.args) == Placement() and trainer.engine.updates == 1
 
 
 def test_warn_begins_and_runs_out(tmp_path, caplog):

@@ -72,6 +72,26 @@ def test_two_runs_at_a_constant_rate_are_one_long_run(tmp_path):
     assert same_bits(*models)
 
 
+def test_two_runs_of_a_balance_that_was_found_are_one_long_run(tmp_path):
+    options = {
+        "max_steps": 2, "lr_scheduler_type": "constant", "memory_budget": "64MiB", "global_batch_size": 8,
+        "learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    models = []
+    for updates, times in ((4, 1), (2, 2)):
+        model = made("gpt2")
+        args = poise.TrainingArguments(str(tmp_path), **{**options, "max_steps": updates})
+        trainer = poise.Trainer(model, args, train_dataset=causal_rows(16))
+        engines = []
+        for _ in range(times):
+            trainer.train()
+            engines.append(trainer.engine)
+        assert len(set(map(id, engines))) == 1 and trainer.engine.updates == 4
+        models.append(model)
+    assert same_bits(*models)
+
+
 def test_a_resumed_second_run_is_the_unbroken_one(tmp_path):
     rows = causal_rows(32)  # four updates a run
 
