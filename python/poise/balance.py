@@ -7,9 +7,7 @@ fastest that fits is run once to be sure.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +15,14 @@ from typing import Any
 import torch
 
 from poise import model_view, trace
-from poise._C import Group, format_bytes
+from poise._C import format_bytes
 from poise.engine import Engine
+from poise.measured_fit import Fit, agreed, peak_of
 from poise.misfit import NothingFits
-from poise.trace import Link, Trace
+from poise.trace import Link
 
 logger = logging.getLogger("poise")
 
-REPEATS = 2  # of a run whose time counts
-LARGE_SHARE = 0.9  # of the budget that the largest trial may be said to hold
 CLOSE = 1.15  # candidates that are no slower than so many times the fastest are run themselves
 TRIED = 4  # of them
 FAILED_SHARE = 0.97  # after one that ran out, less than so much of what it was predicted to hold
@@ -152,7 +149,7 @@ class _Room:
 
     @classmethod
     def of(cls, engine: Engine, budget: int) -> _Room:
-        return cls(budget, int(_agreed(engine.group, [float(trace.held_besides(engine))])[0]))
+        return cls(budget, int(agreed(engine.group, [float(trace.held_besides(engine))])[0]))
 
     @property
     def left(self) -> int:
@@ -188,110 +185,17 @@ def _fits(
     sizes: Sequence[int],
     recompute: bool,
     budget: int,
-) -> list[_Fit | None]:
+) -> list[Fit | None]:
     """Of every block recomputed and of none; of one alone where there is nothing to choose."""
     policies = [engine.checkpointing]
     blocks = len(engine.blocks)
     if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
         policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
-    return [_Fit.of(engine, policy, sizes, batch_of, loss_fn, budget) for policy in policies]
-
-
-class _Fit:
-    """What a policy holds and takes at any micro-batch: lines between measured ones."""
-
-    def __init__(self, points: list[tuple[int, Trace]]) -> None:
-        self._points = points
-        self.held = points[0][1].held
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        policy: dict[str, Any],
-        sizes: Sequence[int],
-        batch_of: Callable[[int], Any],
-        loss_fn: Callable[[Any], Any],
-        budget: int | None = None,
-    ) -> _Fit | None:
-        """None where not even the smallest fits.
-
-        The two smallest are run, and the largest that these say fits well into the budget: seconds
-        and peaks bend between small and large ones. It takes about as long as the update it stands for.
-        """
-        engine.set_checkpointing(policy)
-        points: list[tuple[int, Trace]] = []
-        for size in sizes[:2]:
-            try:
-                points.append((size, _timed(engine, batch_of(size), loss_fn)))
-            except torch.OutOfMemoryError:  # on all ranks
-                break
-        if not points:
-            return None
-        fit = cls(points)
-        if budget is None or len(points) < 2 or len(sizes) < 3:
-            return fit
-        held = sum(fit.held.values())
-        room = LARGE_SHARE * budget
-        expected = [float(held + _peak(fit.links(size))) for size in sizes[2:]]
-        peaks = _agreed(engine.group, expected)
-        fitting = [size for size, peak in zip(sizes[2:], peaks, strict=True) if peak <= room]
-        if not fitting:
-            return fit
-        with contextlib.suppress(torch.OutOfMemoryError):
-            points.append((fitting[-1], _timed(engine, batch_of(fitting[-1]), loss_fn)))
-        return cls(points)
-
-    def links(self, size: int) -> list[Link]:
-        low, high = self._around(size)
-        return [
-            Link(
-                *(
-                    self._line(size, low, high, getattr(a, field.name), getattr(b, field.name))
-                    for field in dataclasses.fields(Link)
-                )
-            )
-            for a, b in zip(low[1].links, high[1].links, strict=True)
-        ]
-
-    def seconds(self, size: int) -> float:
-        low, high = self._around(size)
-        if high[0] == low[0]:
-            return low[1].seconds * size / low[0]
-        # Noise must not make a part of the work free.
-        each = max(0.0, (high[1].seconds - low[1].seconds) / (high[0] - low[0]))
-        return max(low[1].seconds + each * (size - low[0]), size * high[1].seconds / high[0] * 0.5)
-
-    @property
-    def known(self) -> int:
-        """The largest micro-batch that is known of: one point alone is no line."""
-        return self._points[0][0] if len(self._points) == 1 else 1 << 62
-
-    def _around(self, size: int) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
-        """The two points that the line through `size` goes through."""
-        above = next((i for i, point in enumerate(self._points) if point[0] >= size), None)
-        last = len(self._points) - 1
-        high = last if above is None else max(above, min(1, last))
-        return self._points[max(0, high - 1)], self._points[high]
-
-    @staticmethod
-    def _line(
-        size: int, low: tuple[int, Trace], high: tuple[int, Trace], at_low: int, at_high: int
-    ) -> int:
-        if high[0] == low[0]:
-            return at_low
-        return at_low + (at_high - at_low) * (size - low[0]) // (high[0] - low[0])
-
-
-def _timed(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
-    """The bytes of the last of a few runs and the seconds of the fastest, the slowest rank's."""
-    traces = [trace.measure(engine, batch, loss_fn) for _ in range(REPEATS)]
-    slowest = _agreed(engine.group, [min(t.seconds for t in traces)])[0]
-    return dataclasses.replace(traces[-1], seconds=slowest)
+    return [Fit.of(engine, policy, sizes, batch_of, loss_fn, budget) for policy in policies]
 
 
 def _candidates(
-    fits: list[_Fit | None], sizes: Sequence[int], samples: int, blocks: int
+    fits: list[Fit | None], sizes: Sequence[int], samples: int, blocks: int
 ) -> list[Candidate]:
     whole, none = fits[0], fits[-1]
     found = []
@@ -311,13 +215,13 @@ def _candidates(
             seconds = fast + (slow - fast) * share if len(needed) > 1 else fast
             found.append(
                 Candidate(
-                    size, samples // size, count, held + _peak(links), seconds * (samples // size)
+                    size, samples // size, count, held + peak_of(links), seconds * (samples // size)
                 )
             )
     return found
 
 
-def _mixed(fits: list[_Fit], size: int, count: int) -> list[Link] | None:
+def _mixed(fits: list[Fit], size: int, count: int) -> list[Link] | None:
     """The first `count` blocks as in the first run, the others as in the last."""
     first, last = fits[0].links(size), fits[-1].links(size)
     if len(fits) == 1:
@@ -327,27 +231,15 @@ def _mixed(fits: list[_Fit], size: int, count: int) -> list[Link] | None:
     return [first[i] if 1 <= i <= count else last[i] for i in range(len(first))]
 
 
-def _peak(links: list[Link]) -> int:
-    """The highest moment of forward and backward."""
-    kept = top = 0
-    for link in links:
-        top = max(top, kept + link.forward_peak)
-        kept += link.saved
-    for link in reversed(links):
-        kept -= link.saved
-        top = max(top, kept + link.backward_peak)
-    return top
-
-
 def _choose(
     engine: Engine,
     candidates: list[Candidate],
-    fits: list[_Fit | None],
+    fits: list[Fit | None],
     room: _Room,
     batch_of: Callable[[int], Any],
     loss_fn: Callable[[Any], Any],
 ) -> Balance:
-    peaks = _agreed(engine.group, [float(c.peak) for c in candidates])
+    peaks = agreed(engine.group, [float(c.peak) for c in candidates])
     candidates = [
         dataclasses.replace(c, peak=int(p)) for c, p in zip(candidates, peaks, strict=True)
     ]
@@ -429,8 +321,8 @@ def _run(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> tuple[int
             format_bytes(sum(kept.values())),
             ", ".join(f"{name} {format_bytes(count)}" for name, count in kept.items()),
         )
-    peak = max(sum(run.held.values()) + _peak(run.links) for run in runs)
-    highest, slowest = _agreed(engine.group, [float(peak), min(run.seconds for run in runs)])
+    peak = max(sum(run.held.values()) + peak_of(run.links) for run in runs)
+    highest, slowest = agreed(engine.group, [float(peak), min(run.seconds for run in runs)])
     return int(highest), slowest
 
 
@@ -472,11 +364,3 @@ def _nothing(candidates: list[Candidate], held: dict[str, int], room: _Room) -> 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _agreed(group: Group, values: list[float]) -> list[float]:
-    """The largest of all ranks, value by value, so that all decide the same."""
-    if group.size == 1:
-        return values
-    rows = [json.loads(row) for row in group.all_gather_text(json.dumps(values), "the balance")]
-    return [max(column) for column in zip(*rows, strict=True)]

@@ -9,7 +9,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from plain_loop import settings
-from poise import balance, trace, trainer_balance
+from poise import balance, measured_fit, trace, trainer_balance
 from poise.misfit import NothingFits
 from tiny_models import TinyForCausalLM, batch, counted, split, tiny
 from torch import nn
@@ -276,7 +276,7 @@ def longer_on_one_rank(folder):
     """A Trainer that found its split on short samples, and then rank 1 gets long ones."""
     seen = {}
     trainer_balance.LOOKED_AT = 8  # those of rank 0 in the first update
-    balance._Fit.seconds = lambda self, size: 1.0  # so that the largest that fits is chosen
+    measured_fit.Fit.seconds = lambda self, size: 1.0  # so that the largest that fits is chosen
     # Of each 16 the last 8 are rank 1's.
     lengths = [LONG if n % 16 >= 8 else SHORT for n in range(48)]
     rows = [

@@ -10,6 +10,7 @@ import torch
 from balanced_runs import BLOCKS, LENGTH, Net, batch_of, call, engine_of, samples, train
 from poise import automatic_budget, balance, trace, trainer_balance
 from poise.balance import Candidate
+from poise.measured_fit import Fit, peak_of
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +29,7 @@ def test_every_mixture_holds_what_was_predicted_from_four_small_runs(size, recom
     found = balance.find(engine, batch_of, loss, samples=16, budget=1 << 40)
     assert found.candidates == 5 * (BLOCKS + 1)  # micro-batches 1, 2, 4, 8, 16
     fits = [
-        balance._Fit.of(engine, policy, [1, 2], batch_of, loss)
+        Fit.of(engine, policy, [1, 2], batch_of, loss)
         for policy in ({"policy": "first_m", "n": BLOCKS}, {"policy": "none"})
     ]
     predicted = next(
@@ -133,7 +134,7 @@ def test_the_peak_of_a_chain_is_the_highest_of_all_its_moments():
             for i, link in enumerate(links)
             for peak in (link.forward_peak, link.backward_peak)
         ]
-        assert balance._peak(links) == max(0, *moments)
+        assert peak_of(links) == max(0, *moments)
 
 
 def test_budget_and_global_batch_are_all_a_trainer_needs(tmp_path):
@@ -324,7 +325,7 @@ def test_out_of_memory_halves_and_runs_the_same_window_again(dropout, norm):
     eight = Net(dropout, norm=norm)
     engine = engine_of(eight)
     links = trace.measure(engine, batch_of(8), call(eight)).links
-    budget = int(balance._peak(links) * 0.7)
+    budget = int(peak_of(links) * 0.7)
     ran_out, notes, parts = losses(1, budget)
     assert parts == 2 and len(notes) == 1 and "halves" in notes[0]
     # As if it had been run in halves from the start: the same random numbers too.
@@ -453,14 +454,14 @@ def test_lines_go_through_the_nearest_measured_micro_batches(size):
         link = trace.Link(10 * n, 20 * n, max(100, 30 * n))  # a peak that bends
         return trace.Trace([link], 1.0 + 0.1 * n, {"parameters": 5})
 
-    fit = balance._Fit([(n, traced(n)) for n in (1, 2, 8)])
+    fit = Fit([(n, traced(n)) for n in (1, 2, 8)])
     links = fit.links(size)[0]
     assert (links.saved, links.forward_peak) == (10 * size, 20 * size)
     assert links.backward_peak >= max(100, 30 * size) or size > 8
     if size in (1, 2, 8):
         assert links.backward_peak == max(100, 30 * size)
     assert fit.seconds(size) == pytest.approx(1.0 + 0.1 * size)
-    assert balance._Fit([(1, traced(1))]).known == 1
+    assert Fit([(1, traced(1))]).known == 1
 
 
 def test_the_largest_micro_batch_that_fits_is_run_too(monkeypatch):
@@ -475,11 +476,11 @@ def test_the_largest_micro_batch_that_fits_is_run_too(monkeypatch):
 
     monkeypatch.setattr(trace, "measure", measure)
     policy = {"policy": "none"}
-    wide = balance._Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), 1 << 40)
+    wide = Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), 1 << 40)
     assert sorted(set(sizes)) == [1, 2, 16]
     sizes.clear()
-    low, high = (sum(wide.held.values()) + balance._peak(wide.links(n)) for n in (4, 8))
-    balance._Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9)
+    low, high = (sum(wide.held.values()) + peak_of(wide.links(n)) for n in (4, 8))
+    Fit.of(engine, policy, [1, 2, 4, 8, 16], batch_of, call(model), (low + high) // 2 / 0.9)
     assert sorted(set(sizes)) == [1, 2, 4]
 
 
