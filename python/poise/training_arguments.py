@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from poise import (
+    argument_checks,
     arguments,
     automatic_budget,
     choices,
@@ -25,7 +26,7 @@ from poise import (
 from poise._C import Error
 from poise.deepspeed import of_trainer
 from poise.placement import Placement
-from poise.profiling import Steps, read_steps
+from poise.profiling import Steps
 from poise.script_arguments import ScriptArguments
 
 OPTIMIZERS = {  # the engine's names; of paged ones, offload_optimizer moves the states
@@ -387,51 +388,11 @@ class TrainingArguments(ScriptArguments, _Arguments):
         return {"policy": "every_n", "n": 1} if self.gradient_checkpointing else {"policy": "none"}
 
     def _check(self) -> None:
-        if self.bf16 and self.fp16:
-            raise Error("[trainer] bf16 and fp16 are both on; choose one")
         choices.check("optim", self.optim, OPTIMIZERS)
-        choices.check("optimizer_moments", self.optimizer_moments, (None, "fp32", "bf16", "8bit"))
-        choices.check("on_misfit", self.on_misfit, ("refuse", "warn"))
-        choices.check("logging_strategy", self.logging_strategy, ("no", "steps", "epoch"))
-        choices.check("eval_strategy", self.eval_strategy, ("no", "steps", "epoch"))
-        choices.check("save_strategy", self.save_strategy, ("no", "steps", "epoch", "best"))
-        self._check_best()
-        if not self.save_steps > 0:
-            raise Error(f"[trainer] save_steps is {self.save_steps}; give more than 0")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise Error(f"[trainer] save_total_limit is {self.save_total_limit}; give 1 or more")
-        choices.check(
-            "train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")
-        )
-        schedule_arguments.check(self)
-        read_steps(self.profile_steps)
-        for name in (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise Error(f"[trainer] {name} is {getattr(self, name)}; give 1 or more")
-        if self.peak_flops is not None and not self.peak_flops > 0:
-            raise Error(
-                f"[trainer] peak_flops is {self.peak_flops}; give a device's FLOP/s, for example 989e12"
-            )
-        if not 0 <= self.label_smoothing_factor < 1:
-            raise Error(
-                f"[trainer] label_smoothing_factor is {self.label_smoothing_factor}; give a number "
-                "in [0, 1)"
-            )
-        if self.loss_chunk_tokens < 0:
-            raise Error(
-                f"[trainer] loss_chunk_tokens is {self.loss_chunk_tokens}; give 1 or more, or 0 for "
-                "whole logits"
-            )
-        self._check_offload()
-        self._check_ranks()
-        self._check_global_batch()
-        self._check_ramp()
+        self._settle_best()
+        argument_checks.check(self)
 
-    def _check_best(self) -> None:
+    def _settle_best(self) -> None:
         asked = self.load_best_model_at_end or self.save_strategy == "best"
         if asked and self.eval_strategy == "no":
             name = "load_best_model_at_end" if self.load_best_model_at_end else "save_strategy best"
@@ -455,75 +416,6 @@ class TrainingArguments(ScriptArguments, _Arguments):
             )
         if words and self.zero_stage == 0:
             self.zero_stage = stages[0] if stages else 3
-
-    def _check_offload(self) -> None:
-        kinds = ("optimizer", "gradients", "parameters", "activations")
-        places = {kind: getattr(self, f"offload_{kind}") for kind in kinds}
-        for kind, place in places.items():
-            choices.check(f"offload_{kind}", place, ("none", "host", "file"))
-        if ("file" in places.values()) != (self.offload_directory is not None):
-            raise Error(
-                f"[trainer] offload_directory is {self.offload_directory!r} and what is offloaded "
-                f"goes to {', '.join(sorted(set(places.values())))}; a file needs a folder, and "
-                "nothing else does"
-            )
-
-    def _check_ranks(self) -> None:
-        choices.check("zero_stage", self.zero_stage, (0, 1, 2, 3))
-        if self.zero_keep_gathered and self.zero_stage != 3:
-            raise Error(
-                f"[trainer] zero_keep_gathered with zero_stage {self.zero_stage}, which shards no "
-                "parameters; set zero_stage to 3, or leave it out"
-            )
-        size = self.zero_shard_group_size
-        if size < 0 or (size > 0 and self.zero_stage == 0):
-            raise Error(
-                f"[trainer] zero_shard_group_size is {size} at zero_stage {self.zero_stage}; give a "
-                "number of ranks at zero_stage 1 to 3, or 0 for all"
-            )
-        if size > 0 and self.world_size > 1 and self.world_size % size:
-            raise Error(
-                f"[trainer] zero_shard_group_size {size} does not divide the {self.world_size} ranks; "
-                "choose a divisor, the ranks of a node for example"
-            )
-        if not self.ddp_timeout > 0:
-            raise Error(f"[trainer] ddp_timeout is {self.ddp_timeout}; give seconds above 0")
-
-    def _check_ramp(self) -> None:
-        first, updates = self.accumulation_ramp_from, self.accumulation_ramp_updates
-        if min(first, updates) < 0 or (first > 0) != (updates > 0):
-            raise Error(
-                f"[trainer] accumulation_ramp_from is {first} and accumulation_ramp_updates {updates}; "
-                "a ramp needs both, above 0: where it begins and how many updates it has"
-            )
-        if first > 0 and self.balance_is_open:
-            raise Error(
-                "[trainer] accumulation_ramp_from counts micro-batches, whose size memory_budget and "
-                "global_batch_size leave open; give per_device_train_batch_size"
-            )
-        if first > self.accumulation:
-            raise Error(
-                f"[trainer] accumulation_ramp_from is {first}, more than the {self.accumulation} "
-                "micro-batches of a full update; make it smaller"
-            )
-
-    def _check_global_batch(self) -> None:
-        total, micro = self.global_batch_size, self.per_device_train_batch_size
-        if total is None:
-            return
-        size = self.world_size
-        on = f" on {size} ranks" if size > 1 else ""
-        if total < 1 or total % (micro * size):
-            raise Error(
-                f"[trainer] global_batch_size is {total} and per_device_train_batch_size {micro}"
-                f"{on}; the first must be a multiple of {micro * size}"
-            )
-        if self.gradient_accumulation_steps not in (1, self.accumulation):
-            raise Error(
-                f"[trainer] gradient_accumulation_steps is {self.gradient_accumulation_steps}, but "
-                f"global_batch_size {total} in micro-batches of {micro} makes {self.accumulation}"
-                f"{on}; leave one out"
-            )
 
 
 def _names() -> list[str]:
