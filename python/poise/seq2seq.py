@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,19 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         sortish_sampler: bool = False,
         **given: Any,
     ) -> None:
-        if sortish_sampler:
-            raise Error(
-                "[trainer] sortish_sampler: samples come in a random order, or as they are; leave it out"
-            )
         self.predict_with_generate = predict_with_generate
         self.generation_max_length = generation_max_length
         self.generation_num_beams = generation_num_beams
         self.generation_config = generation_config
+        self.sortish_sampler = sortish_sampler
         super().__init__(output_dir, **given)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.sortish_sampler:
+            raise Error(
+                "[trainer] sortish_sampler: samples come in a random order, or as they are; leave it out"
+            )
 
 
 command_line.describe(
@@ -74,7 +79,7 @@ class Seq2SeqTrainer(Trainer):
     shape. What is longer already stays, and -100 makes batches as long as the longest.
     """
 
-    _generate_with: Mapping[str, Any] = {}
+    _generate_with: Mapping[str, Any] = {}  # of the evaluation that is going on
 
     def evaluate(
         self,
@@ -83,8 +88,8 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **generate_with: Any,
     ) -> dict[str, float]:
-        self._generate_with = generate_with
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._generating(generate_with):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self,
@@ -93,8 +98,18 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **generate_with: Any,
     ) -> PredictionOutput:
-        self._generate_with = generate_with
-        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        with self._generating(generate_with):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    @contextlib.contextmanager
+    def _generating(self, generate_with: Mapping[str, Any]) -> Iterator[None]:
+        """Of several datasets each is evaluated by a call without arguments within the one that has them."""
+        before = self._generate_with
+        self._generate_with = {**before, **generate_with}
+        try:
+            yield
+        finally:
+            self._generate_with = before
 
     def _take(self, model: nn.Module) -> None:
         super()._take(model)
@@ -183,6 +198,11 @@ def _loaded(given: Any) -> Any:
     from transformers import GenerationConfig
 
     path = Path(given)
+    if not path.exists():
+        raise Error(
+            f"[trainer] generation_config {given}: there is no such file or folder; give the path of a saved "
+            "one, or a transformers.GenerationConfig"
+        )
     if path.is_file():
         return GenerationConfig.from_pretrained(path.parent, path.name)
     return GenerationConfig.from_pretrained(given)

@@ -314,9 +314,11 @@ class TrainingArguments(ScriptArguments, _Arguments):
         return self._deepspeed
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, as trackers keep it of a run; with what transformers' object has besides."""
+        """Every field by name, as trackers keep it of a run, those of a subclass too; with what transformers'
+        object has besides."""
         besides = self._origin.to_dict() if hasattr(self._origin, "to_dict") else {}
-        return {**besides, **{name: getattr(self, name) for name in _names()}}
+        set_here = [f.name for f in dataclasses.fields(self) if f.name in self.__dict__]
+        return {**besides, **{name: getattr(self, name) for name in set_here}}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """The same; what is no number, text or bool is written out."""

@@ -116,6 +116,9 @@ def test_a_subclass_may_be_a_dataclass(tmp_path):
         True,
         True,
     )
+    assert args.to_dict()["temperature"] == 4.0 and args.to_dict()["predict_with_generate"] is True
+    with pytest.raises(poise.Error, match="sortish_sampler: samples come in a random order"):
+        MineToo(str(tmp_path), sortish_sampler=True)
 
 
 def test_a_copy_with_other_values(tmp_path):

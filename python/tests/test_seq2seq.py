@@ -146,6 +146,29 @@ def test_a_saved_generation_config_is_read_by_its_path(tmp_path):
         assert ours[0].predictions.shape == (5, 11)
 
 
+def test_a_generation_config_that_is_not_there_is_an_error_and_asks_no_hub(tmp_path):
+    args = arguments(
+        tmp_path, poise.Seq2SeqTrainingArguments, generation_config=str(tmp_path / "absent")
+    )
+    with pytest.raises(poise.Error, match="absent: there is no such file or folder"):
+        poise.Seq2SeqTrainer(made("t5"), args, collate)
+
+
+def test_arguments_of_generate_hold_for_each_of_several_datasets_and_no_longer(tmp_path):
+    rows, lengths = causal_rows(4), []
+
+    def noted(prediction):
+        made_here = prediction.predictions != hf_models.PAD
+        lengths.append(int(made_here.any(0).nonzero()[0].max()))
+        return {}
+
+    args = arguments(tmp_path, poise.Seq2SeqTrainingArguments, predict_with_generate=True)
+    trainer = poise.Seq2SeqTrainer(made("t5"), args, collate, compute_metrics=noted)
+    trainer.evaluate({"one": rows, "other": rows}, max_new_tokens=2, min_new_tokens=2)
+    trainer.evaluate(rows, min_new_tokens=5)
+    assert lengths[0] == lengths[1] == 2 and lengths[2] >= 5
+
+
 def test_the_loss_is_the_exact_one(tmp_path):
     # Theirs is a mean over batches of 4 and 2 rows.
     rows, model = causal_rows(6), made("t5")
