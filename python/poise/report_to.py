@@ -20,6 +20,7 @@ OURS: dict[str, Callable[[], trackers.Tracker]] = {
     "wandb": trackers.Wandb,
     "comet_ml": trackers.Comet,
 }
+MODULES = {"tensorboard": ("tensorboard", "tensorboardX")}  # where a service has another name, too
 THEIRS = (
     "azure_ml", "clearml", "codecarbon", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "trackio",
@@ -30,19 +31,22 @@ def listeners(args: TrainingArguments) -> list[Any]:
     """Callbacks; raises Error where a service is not installed."""
     asked = args.report_to
     names = [asked] if isinstance(asked, str) else list(asked or ())
-    names = [name for name in names if name != "none"]
-    if "all" in names:
-        names = _installed()
+    known = (*OURS, *THEIRS, "none", "all")
     for name in names:
-        if name not in (*OURS, *THEIRS):
-            nearest = difflib.get_close_matches(name, [*OURS, *THEIRS, "none", "all"], 1, 0.0)[0]
+        if name not in known:
+            nearest = difflib.get_close_matches(str(name), known, 1, 0.0)[0]
             raise Error(f"[trainer] report_to has {name!r}; did you mean {nearest}?")
+    names = _installed() if "all" in names else [name for name in names if name != "none"]
     return [OURS[name]() if name in OURS else _theirs(name) for name in dict.fromkeys(names)]
 
 
 def _installed() -> list[str]:
     """All services that are there; of those of transformers, where the script uses transformers."""
-    found = [name for name in OURS if importlib.util.find_spec(name) is not None]
+    found = [
+        name
+        for name in OURS
+        if any(importlib.util.find_spec(module) for module in MODULES.get(name, (name,)))
+    ]
     if "transformers" in sys.modules:
         from transformers.integrations import get_available_reporting_integrations
 

@@ -185,7 +185,18 @@ def test_all_are_those_that_are_installed(wandb, tmp_path, monkeypatch):
     assert [type(one).__name__ for one in trainer.callbacks] == ["Wandb", "Noted"]
 
 
-@pytest.mark.parametrize(("given", "meant"), [("tensorbord", "tensorboard"), ("comet", "comet_ml")])
+def test_tensorboard_is_there_where_only_tensorboardx_is(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(
+        report_to.importlib.util, "find_spec", lambda name: name == "tensorboardX" or None
+    )
+    assert report_to._installed() == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("tensorbord", "tensorboard"), (["all", "comet"], "comet_ml"), ([None], "none")],
+)
 def test_a_wrong_name_is_told_the_nearest(given, meant, tmp_path):
-    with pytest.raises(poise.Error, match=f"'{given}'; did you mean {meant}"):
+    with pytest.raises(poise.Error, match=f"report_to has .*; did you mean {meant}"):
         poise.Trainer(tiny(), tiny_arguments(tmp_path, report_to=given))
