@@ -17,10 +17,7 @@ from torch import nn
 
 from poise import (
     _C,
-    _offloaded,
-    _recurrent,
-    _units,
-    checkpointing,
+    around_blocks,
     comm,
     meta,
     model_view,
@@ -123,14 +120,11 @@ class Engine:
         )
         self._trained = {id(p) for _, p in parameters if p.requires_grad}
         self._whole = 0  # scopes of gathered() that are open
-        undo = self._undo = contextlib.ExitStack()
+        self._undo = contextlib.ExitStack()
         self._blocks = blocks
-        self._checkpointing = settings_of(self.config)["checkpointing"]
-        _recurrent.keep_in_place(model, undo)
-        self._recompute(undo)
-        self._offload_activations(undo)
-        self._shard(undo)
-        weakref.finalize(self, undo.close).atexit = False
+        self._checkpointing = settings["checkpointing"]
+        around_blocks.attach(self, self._undo)
+        weakref.finalize(self, self._undo.close).atexit = False
         _alive.add(self)
 
     def step(
@@ -459,17 +453,24 @@ class Engine:
 
         Args:
           policy: as the section `checkpointing` of the configuration: {"policy": "first_m", "n": 2}.
+
+        Raises Error in an open window and for a policy or unit that there is not; what was stays.
         """
         if self.micro_batches > 0:
             raise Error(
                 f"[engine] set_checkpointing() in an open window of {self.micro_batches} "
                 "micro-batches; call step() or discard_window() first"
             )
+        before = self._checkpointing
         self._undo.pop_all().close()
-        self._checkpointing = {**self._checkpointing, "n": 1, "units": [], **policy}
-        self._recompute(self._undo)
-        self._offload_activations(self._undo)
-        self._shard(self._undo)
+        try:
+            self._checkpointing = {**before, "n": 1, "units": [], **policy}
+            around_blocks.attach(self, self._undo)
+        except BaseException:
+            self._undo.pop_all().close()
+            self._checkpointing = before
+            around_blocks.attach(self, self._undo)
+            raise
 
     @property
     def checkpointing(self) -> dict[str, Any]:
@@ -531,49 +532,6 @@ class Engine:
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
         offloaded = settings["offload"]["parameters"] != "none"
         return offloaded or (sharded > 1 and settings["zero"]["stage"] == 3)
-
-    def _offload_activations(self, undo: contextlib.ExitStack) -> None:
-        """Of the modules that offload.activation_units names; around what recomputes them."""
-        chosen = settings_of(self.config)["offload"]["activation_units"]
-        if not chosen:
-            return
-        modules = checkpointing.named_units(self.model, chosen)
-        for forward in _offloaded.attach(list(modules.values()), self._engine.activation_scope()):
-            undo.callback(forward.remove)
-
-    def _shard(self, undo: contextlib.ExitStack) -> None:
-        """Runs the blocks as units; outermost, so that a block's recompute stays inside its unit."""
-        if not self.shards_parameters():
-            return
-        known = set(self.units)
-        modules = [
-            (module, self._engine.unit(name)) for name, module in self._blocks if name in known
-        ]
-        for forward in _units.attach(modules):
-            undo.callback(forward.remove)
-        engine = weakref.ref(self)
-
-        def refuses() -> bool:
-            alive = engine()
-            return alive is not None and not alive._whole
-
-        refusal = _units.Refusal(refuses)
-        for module in self.model.modules():
-            undo.callback(module.register_state_dict_pre_hook(refusal).remove)
-
-    def _recompute(self, undo: contextlib.ExitStack) -> None:
-        policy = self._checkpointing
-        if policy["policy"] == "none":
-            return
-        if model_view.is_compiled(self.model):
-            raise Error(
-                f"[engine] checkpointing {policy['policy']} around blocks of a model compiled as a "
-                "whole would be traced through and lost; compile the blocks instead, or set "
-                "checkpointing to none"
-            )
-        names = policy["units"] or [name for name, _ in self._blocks] or None
-        handle = checkpointing.apply(self.model, policy["policy"], policy["n"], names)
-        undo.callback(handle.remove)
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

@@ -345,6 +345,18 @@ def test_the_peak_is_inputs_and_one_block(blocks):
     )
 
 
+@pytest.mark.parametrize("policy", [{"policy": "never"}, {"policy": "list", "units": ["nobody"]}])
+def test_a_policy_that_is_refused_leaves_an_engine_with_the_one_before(policy):
+    model, x = make()
+    engine = poise.Engine(model, {"checkpointing": {"policy": "every_n", "n": 2}})
+    before = engine.checkpointing
+    with pytest.raises(poise.Error):
+        engine.set_checkpointing(policy)
+    assert engine.checkpointing == before
+    engine.step([x], lambda x: model(x).pow(2).mean())
+    assert [block.runs for block in model.blocks] == [1, 2, 1, 2]
+
+
 class Refusal(Exception):
     pass
 

@@ -34,8 +34,10 @@ def flatten(rnn):
             begin += weight.numel()
 
 
-def losses(model):
+def losses(model, policies=()):
     engine = poise.Engine(model, {"batch": {"accumulation": 1}, "optimizer": {"lr": 0.01}})
+    for policy in policies:  # as a search for a balance does
+        engine.set_checkpointing({"policy": policy})
     return [engine.step([torch.ones(2, 3, 5)], lambda x: (model(x), 1)).loss for _ in range(3)]
 
 
@@ -46,6 +48,7 @@ def test_weights_stay_where_the_engine_put_them(kind, monkeypatch):
     model = Tagger(kind)
     flatten(model.rnn)  # before the engine is made it may move them
     assert losses(model) == expected
+    assert losses(Tagger(kind), ["none"]) == expected
 
 
 def test_they_may_move_again_when_the_engine_is_gone(monkeypatch):
