@@ -20,10 +20,14 @@ def samples_in(batch: Any) -> int:
 
 
 def repeated(sample: Any, size: int) -> Any:
-    """A batch of so many times the one sample that the given batch has; no bytes are copied."""
+    """A batch of so many times the one sample that the given batch has; no bytes are copied.
+
+    What has no first dimension of one sample stays as it is.
+    """
 
     def repeat(value: Any) -> Any:
-        return value.expand(size, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+        per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == 1
+        return value.expand(size, *value.shape[1:]) if per_sample else value
 
     return tree_map(repeat, sample)
 

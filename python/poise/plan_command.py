@@ -18,7 +18,8 @@ from poise.run_file import RunFile
 from poise.seeding import seed_everything
 from poise.trainer_balance import USUAL_MICRO_BATCH
 
-ROWS = 8  # of the front that are printed
+ROWS = 8  # of the front that are printed at most, and the chosen one
+SEARCHED = ("batch.micro_batch_size", "batch.accumulation", "checkpointing.policy")
 
 
 class WrongArguments(Exception):
@@ -79,21 +80,20 @@ def _write(path: str, page: str) -> None:
 def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
     settings = settings_of(file.config)
     batch, precision = settings["batch"], settings["precision"]
+    kinds = ("optimizer", "gradients", "parameters", "activations")
+    if any(settings["offload"][kind] != "none" for kind in kinds):
+        raise Error(
+            "[plan] the run offloads, which is not planned for a model of Python; call "
+            "poise.plan(..., offload=...) instead"
+        )
     seed_everything(settings["engine"]["seed"])
     made = imported.load(file.function, file.arguments, file.path.parent)
     size, count = batch["micro_batch_size"], batch["accumulation"]
     batch["micro_batch_size"] = 1
     data = run_data.of_run(made, settings, 1, file.given)
     call = ModelCall(made.model, shift_labels=data.shift_labels)
-    kinds = ("optimizer", "gradients", "parameters", "activations")
-    offload = {settings["offload"][kind] for kind in kinds}
-    if offload != {"none"}:
-        raise Error(
-            "[plan] the run offloads, which is not planned for a model of Python; call "
-            "poise.plan(..., offload=...) instead"
-        )
     known = separable.why_not_split(made.model, None, own_loss=True, came_counted=lambda: False)
-    return planning.plan(
+    answer = planning.plan(
         made.model,
         repeated(next(data.windows)[0], USUAL_MICRO_BATCH),  # kept where the loss may not be split
         global_batch_size=batch["global_batch_size"] or max(1, size) * max(1, count),
@@ -112,10 +112,15 @@ def _answer(file: RunFile, options: argparse.Namespace) -> PlanAnswer:
         moments=settings["optimizer"]["moments"],
         stages=[settings["zero"]["stage"]] if settings["zero"]["stage"] else [],
         shard_ranks=options.shard_ranks,
-        micro_batch_size=options.micro_batch,
+        micro_batch_size=options.micro_batch or None,
         gpu_hour=options.price,
         utilisation=options.utilisation,
     )
+    searched = [name for name in SEARCHED if name in file.given]
+    if not searched:
+        return answer
+    note = f"searched for, whatever the file says of it: {', '.join(searched)}"
+    return dataclasses.replace(answer, notes=[*answer.notes, note])
 
 
 def _row(plan: Plan, mark: str) -> str:
@@ -135,7 +140,7 @@ def _lines(answer: PlanAnswer, levers: list[planning.Lever]) -> list[str]:
         if peak or best.held[name]
     ]
     lines += ["", "Time against memory (no plan is both faster and smaller):"]
-    step = max(1, len(answer.front) // ROWS)
+    step = -(-len(answer.front) // ROWS)
     shown = [one for i, one in enumerate(answer.front) if i % step == 0 or one == best]
     for one in shown:
         fits = one.peak_bytes <= answer.budget_bytes
@@ -144,11 +149,9 @@ def _lines(answer: PlanAnswer, levers: list[planning.Lever]) -> list[str]:
     if answer.runner_up is not None:
         lines.append(f"Next best, slower by {answer.why}:")
         lines.append(_row(answer.runner_up, ""))
-    if not answer.fits:
-        lines.append(answer.misfit())
     lines += [
-        f"  {'another training' if lever.changes_numbers else 'the same training'}: {lever.name}: "
-        f"{format_bytes(lever.plan.peak_bytes)}{'' if lever.fits else ' (does not fit)'}"
+        f"  {'another training' if lever.changes_numbers else 'the same training'}: {lever.name} "
+        f"({lever.setting}): {format_bytes(lever.plan.peak_bytes)}{'' if lever.fits else ' (does not fit)'}"
         for lever in levers
     ]
     if answer.cost is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poise import _C, fake_trace, model_view, traced_model
+from poise import _C, fake_trace, generators, model_view, traced_model
 from poise._C import Error, PlanJob, format_bytes, parse_bytes
 from poise.planned_loss import PlannedLoss
 from poise.traced_model import PRECISIONS
@@ -48,7 +48,7 @@ class Plan:
       loss_chunk_tokens: tokens of a chunk of logits; 0: whole.
       offload: where optimizer states, gradients, parameters and activations lie: none, host, file.
       peak_bytes: highest of an update, or while the engine is built.
-      peak_moment: of the update, for example "backward of blocks.3".
+      peak_moment: when that is, for example "backward of blocks.3" or "building of the engine".
       held, at_peak: bytes by account between updates, and at the peak of an update.
       seconds: of an update ("update") and its parts.
       settings: the keys of a run.json (or of an Engine's configuration) that follow the plan.
@@ -235,12 +235,17 @@ def plan(
 
     Raises:
       Error: for a batch that cannot be split over the ranks (with the nearest that can), an unknown
-        device or model (with the known ones), a precision or place that is none.
+        device or model (with the known ones), a precision or place that is none; for loss_fn, units or
+        separable_loss beside a model's name.
     """
     if precision not in PRECISIONS:
         raise Error(f"[plan] unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
     if offload is not None and offload not in _PLACES[1:]:
         raise Error(f"[plan] unknown place to offload to: {offload!r}; use host or file")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise Error(
+            f"[plan] micro_batch_size is {micro_batch_size}; give 1 or more, or None for a search"
+        )
     job = PlanJob()
     job.run_on(gpus, ranks_per_node, nodes, node_link, network, machine)
     job.compute_in(*PRECISIONS[precision])
@@ -260,6 +265,12 @@ def plan(
             raise Error(
                 f"[plan] the sample of {model} is {sample!r}; give the tokens of a sequence"
             )
+        its_own = {"loss_fn": loss_fn, "units": units, "separable_loss": separable_loss}
+        if given := [name for name, value in its_own.items() if value is not None]:
+            raise Error(
+                f"[plan] {', '.join(given)} with {model}, a known transformer, whose loss and blocks are "
+                "known, too; leave it out, or give a module"
+            )
         job.describe(model)
         job.sequence = sample
         return _answer(job, [], "a description", notes, gpu_hour, utilisation)
@@ -268,26 +279,27 @@ def plan(
     own = model_view.device_of(model)  # the loss's, too
     device = own if own.type == "cuda" else fake_trace.CPU
     loss = PlannedLoss(model, loss_fn)
-    if job.micro_batch == 0:
-        reason = traced_model.why_not_split(loss, sample, separable_loss, device)
-        if reason is not None:
-            rows = traced_model.rows_of(sample)
-            job.micro_batch = traced_model.kept_micro_batch(mine, rows)
-            notes.append(
-                f"{reason}: the micro-batch stays {job.micro_batch}, that of the sample, and the "
-                "other levers are used; separable_loss=True of poise.plan or a Trainer releases it"
-            )
-    sizes = traced_model.sizes_of(mine, job.micro_batch or None)
-    traced, how = traced_model.traced(
-        loss,
-        sample,
-        blocks,
-        precision,
-        sizes,
-        notes,
-        away=offload is not None,
-        device=device,
-    )
+    with generators.untouched():  # a copy that runs for real draws numbers, and a script goes on
+        if job.micro_batch == 0:
+            reason = traced_model.why_not_split(loss, sample, separable_loss, device)
+            if reason is not None:
+                rows = traced_model.rows_of(sample)
+                job.micro_batch = traced_model.kept_micro_batch(mine, rows)
+                notes.append(
+                    f"{reason}: the micro-batch stays {job.micro_batch}, that of the sample, and the "
+                    "other levers are used; separable_loss=True of poise.plan or a Trainer releases it"
+                )
+        sizes = traced_model.sizes_of(mine, job.micro_batch or None)
+        traced, how = traced_model.traced(
+            loss,
+            sample,
+            blocks,
+            precision,
+            sizes,
+            notes,
+            away=offload is not None,
+            device=device,
+        )
     if offload is not None and how != "fake tensors":
         job.may_offload([there for there in _offloads(offload) if there[3] == "none"])
     job.trace(type(model).__name__, traced)

@@ -136,7 +136,11 @@ void bind_plans(py::module_& module) {
                              })
       .def_property_readonly("peak_bytes", [](const plan::Plan& p) { return p.memory.highest(); })
       .def_property_readonly("build_bytes", [](const plan::Plan& p) { return p.memory.build; })
-      .def_property_readonly("peak_moment", [](const plan::Plan& p) { return p.memory.moment; })
+      .def_property_readonly("peak_moment",
+                             [](const plan::Plan& p) -> std::string {
+                               const bool while_built = p.memory.build > p.memory.peak;
+                               return while_built ? "building of the engine" : p.memory.moment;
+                             })
       .def_property_readonly("held", [](const plan::Plan& p) { return by_name(p.memory.held); })
       .def_property_readonly("at_peak",
                              [](const plan::Plan& p) { return by_name(p.memory.at_peak); })

@@ -8,7 +8,7 @@ import re
 import poise
 import pytest
 import torch
-from poise import _C, cli, fake_trace, planning
+from poise import _C, cli, fake_trace, plan_command, planning
 from poise.models.byte_gpt import ByteGPT
 from torch import nn
 
@@ -216,6 +216,30 @@ def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(caplog):
         )
 
 
+def test_a_plan_draws_no_random_numbers():
+    class Drops(LooksAtValues):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x))
+
+    before = torch.get_rng_state()
+    sample = torch.ones(8, 32)
+    assert poise.plan(Drops(), sample, global_batch_size=8).traced_by == "a measured micro-batch"
+    assert not torch.equal(before, torch.get_rng_state())  # its parameters
+    model, before = Drops(), torch.get_rng_state()
+    poise.plan(model, sample, global_batch_size=8)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_peak_while_the_engine_is_built_is_said_to_be_there():
+    answer = poise.plan(
+        "llama-3-8b", 128, global_batch_size=64, gpus="64xH100-80GB", precision="bf16"
+    )
+    whole = 2 * 8e9
+    smallest = answer.front[-1]
+    assert smallest.peak_bytes > whole > sum(smallest.at_peak.values())
+    assert smallest.peak_moment == "building of the engine"
+
+
 @pytest.mark.parametrize("model_on", ["cpu", "cuda"])
 def test_a_model_that_names_its_device_is_traced_there(model_on, monkeypatch):
     """As on a machine with a GPU, which the tracer is told and stands in for here."""
@@ -345,6 +369,8 @@ def test_known_models_are_planned_by_name():
     assert answer.runner_up is not None and answer.why
     seconds = [plan.seconds["update"] for plan in answer.front]
     assert seconds == sorted(seconds)
+    with pytest.raises(poise.Error, match="units, separable_loss with llama-3-8b, a known"):
+        poise.plan("llama-3-8b", 128, global_batch_size=8, units=["x"], separable_loss=True)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +380,7 @@ def test_known_models_are_planned_by_name():
         ({"gpus": "8xA100-80GB", "global_batch_size": 60}, "the nearest that are: 56 and 64"),
         ({"precision": "int4"}, "unknown precision 'int4'; use one of fp32"),
         ({"offload": "moon"}, "unknown place to offload to: 'moon'"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0; give 1 or more"),
         ({"micro_batch_size": 3}, "does not divide the 64 sequences of each rank"),
     ],
 )
@@ -504,11 +531,29 @@ def test_a_model_of_python_in_a_run_file(tmp_path, capsys):
     assert best["micro_batch"] == 8 and "separable_loss=True" in answer["notes"][0]
     nearest = re.search(r"the nearest budget that works is (\S+);", printed.out)[1]
     assert "most of it optimizer" in printed.out and "the same training would fit: " in printed.out
-    assert "the same training: optimizer states on the host" in printed.out
+    assert printed.out.count("the nearest budget that works is") == 1
+    assert (
+        "the same training: optimizer states on the host (offload.optimizer: host): " in printed.out
+    )
     code, _ = plan_of(tmp_path, capsys, "--memory", nearest)
     assert code == 0
     code, printed = plan_of(tmp_path, capsys, "--gpus", "4xA100-40GB", "--price", "1.5")
     assert code == 0 and f"{4 * 1.5 * 730:.0f} a month" in printed.out
+
+
+def test_what_is_searched_for_whatever_the_file_says_is_noted(tmp_path, capsys):
+    _, printed = plan_of(tmp_path, capsys)
+    assert "searched for" not in printed.out
+    _, printed = plan_of(tmp_path, capsys, checkpointing={"policy": "every_n"})
+    assert "searched for, whatever the file says of it: checkpointing.policy\n" in printed.out
+
+
+def test_no_more_rows_are_printed_than_is_said():
+    answer = plan_bytes(byte_gpt(), 1, global_batch_size=64)
+    assert len(answer.front) > plan_command.ROWS
+    text = "\n".join(plan_command._lines(answer, []))
+    front = text.split("Time against memory")[1].split("Next best")[0]
+    assert 2 < front.count("micro-batch ") <= plan_command.ROWS + 1
 
 
 def test_what_a_model_of_python_cannot_be_planned_with_is_said(tmp_path, capsys):
