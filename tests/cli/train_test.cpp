@@ -180,9 +180,10 @@ TEST_F(Train, TheBalanceIsFoundWithinTheBudget) {
 TEST_F(Train, ABudgetBelowTheFloorIsRefusedWithTheFloor) {
   const auto outcome = train({"batch.micro_batch_size=0", "memory.budget_bytes=100KiB"});
   EXPECT_EQ(outcome.code, 1);
-  EXPECT_THAT(outcome.err, AllOf(HasSubstr("[plan] no balance fits memory.budget_bytes 100.00 KiB"),
-                                 HasSubstr("KiB, most of it "), HasSubstr(" are missing"),
-                                 HasSubstr("no lever alone is enough; the one that needs least: ")));
+  EXPECT_THAT(outcome.err,
+              AllOf(HasSubstr("[plan] no balance fits memory.budget_bytes 100.00 KiB"),
+                    HasSubstr("KiB, most of it "), HasSubstr(" are missing"),
+                    HasSubstr("no lever alone is enough; the one that needs least: ")));
   const std::string before = "the nearest budget that works is ";
   const auto named = outcome.err.substr(outcome.err.find(before) + before.size());
   const auto nearest = named.substr(0, named.find(';'));
