@@ -174,7 +174,8 @@ void Reducer::submit(int flat, Pile& pile, bool transient) {
   if (const auto* bucket = buckets_.of(flat); bucket && !s.submitted) {
     return pack(*bucket, flat, pile, transient);
   }
-  if (transient) land_all();  // at most two transient piles of this rank exist
+  // At most two transient piles of this rank exist, and two 16-bit copies.
+  if (transient || half_wire_) land_all();
   zero_gaps(table_, layout(flat), pile);
   const auto range = shards_.mine(flat);
   const auto& unit = table_.units()[static_cast<std::size_t>(layout(flat).unit)];

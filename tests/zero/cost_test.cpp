@@ -160,6 +160,27 @@ TEST(Cost, Stage2HoldsTwoTransientFlats) {
   });
 }
 
+// Where gradients travel in bf16 their copies do not pile up either: one travels, one is made.
+TEST(Cost, SixteenBitCopiesAreFew) {
+  testing::on_ranks(2, [&](std::shared_ptr<comm::Group> group) {
+    at::set_num_threads(1);
+    for (const int stage : {0, 1}) {
+      WideModel model;
+      Config config;
+      config.zero.stage = stage;
+      config.zero.gradient_dtype = config::DType::bf16;
+      Engine engine(model.view(), config, group);
+      const auto before = engine.ledger().snapshot();
+      const std::vector<at::Tensor> window{test::normal({4, WideModel::kWidth}, 9)};
+      engine.step(window, [&](const at::Tensor& x) { return Loss(model.loss(x)); });
+      constexpr auto communication = static_cast<std::size_t>(memory::Account::communication);
+      const std::int64_t copy = 2 * WideModel::kWidth * WideModel::kWidth;
+      EXPECT_LE(engine.ledger().snapshot().own_peak[communication],
+                before.current[communication] + 2 * copy);
+    }
+  });
+}
+
 // Stage 3 holds few whole flats at once: the one in use, the next, and the one whose backward was
 // asked for; so its peak lies below stage 2's, which holds all.
 TEST(Cost, Stage3HasABoundedLiveSet) {
