@@ -36,27 +36,16 @@ at::Tensor by_ranks(const at::Tensor& whole, const Shards& shards) {
 Buckets::Buckets(const std::vector<int>& order, const Shards& shards,
                  const std::function<at::ScalarType(int flat)>& type_of) {
   if (shards.size() == 1) return;
-  std::vector<int> open;
-  std::int64_t bytes = 0;
+  std::vector<Load> loads;
   for (const int flat : order) {
-    const auto more = shards.whole(flat) * std::int64_t{sizeof(float)};
-    if (more == 0) continue;  // travels nowhere
-    const bool joins = open.empty() || type_of(open.front()) == type_of(flat);
-    if (!joins || bytes + more > kBucketBytes) {
-      close(open, shards);
-      bytes = 0;
-    }
-    open.push_back(flat);
-    bytes += more;
+    loads.push_back({shards.whole(flat), static_cast<int>(type_of(flat))});
   }
-  close(open, shards);
-}
-
-void Buckets::close(std::vector<int>& flats, const Shards& shards) {
-  auto closed = std::exchange(flats, {});
-  if (closed.size() < 2) return;
-  for (const int flat : closed) of_[flat] = buckets_.size();
-  buckets_.emplace_back(std::move(closed), shards);
+  for (const auto& places : shared_collectives(loads)) {
+    std::vector<int> flats;
+    for (const int place : places) flats.push_back(order[static_cast<std::size_t>(place)]);
+    for (const int flat : flats) of_[flat] = buckets_.size();
+    buckets_.emplace_back(std::move(flats), shards);
+  }
 }
 
 const Bucket* Buckets::of(int flat) const {

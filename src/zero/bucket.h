@@ -10,11 +10,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "zero/bucket_rule.h"
 #include "zero/shards.h"
 
 namespace poise::zero {
-
-inline constexpr std::int64_t kBucketBytes = 256 * 1024;  // in fp32, at most
 
 // Two or more flats. In a bucket's tensor each rank has a row: its shard of one flat after the
 // other.
@@ -40,7 +39,7 @@ at::Tensor by_ranks(const at::Tensor& whole, const Shards& shards);
 class Buckets {
  public:
   Buckets() = default;
-  // Of neighbours in `order` that travel in one type.
+  // Of flats in `order`, by the rule of bucket_rule.h.
   Buckets(const std::vector<int>& order, const Shards& shards,
           const std::function<at::ScalarType(int flat)>& type_of);
 
@@ -48,8 +47,6 @@ class Buckets {
   std::int64_t largest() const;      // elements; 0: there are none
 
  private:
-  void close(std::vector<int>& flats, const Shards& shards);
-
   std::vector<Bucket> buckets_;
   std::unordered_map<int, std::size_t> of_;  // flat -> index of its bucket
 };

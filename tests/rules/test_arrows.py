@@ -52,6 +52,8 @@ DOORS = {
     ("offload", "kernels/digest.h"),
     # Text only; unknown keys name the nearest known one, as unknown parameters do.
     ("config", "src/core/nearest_name.h"),
+    # Whole numbers only; the planner counts collectives and their memory by the rule that makes them.
+    ("plan", "src/zero/bucket_rule.h"),
 }
 BASE = {
     "error.h",
