@@ -151,13 +151,14 @@ POISE_API Widths widths(const config::PrecisionPolicy& precision,
 using Accounts = std::array<std::int64_t, memory::kAccounts>;
 POISE_API std::int64_t total(const Accounts& accounts);
 
-// What a rank holds between updates.
+// What a rank holds between updates. `rest`: as in Chain.
 POISE_API Accounts states(const std::vector<Flat>& flats, const Choice& choice,
-                          const Widths& widths);
+                          const Widths& widths, int rest = -1);
 
-// One moment of an update: the highest of a link's forward or backward.
+// One moment of an update: the highest of a link's forward or backward, or the end of backward,
+// where gradients are joined that nothing was left to hide.
 struct Moment {
-  std::string name;  // "backward of block 3"
+  std::string name;  // "backward of block 3", "end of the backward"
   Accounts accounts{};
 };
 

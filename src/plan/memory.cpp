@@ -13,7 +13,8 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
       choice_(choice),
       widths_(widths),
       split_(split_of(choice)),
-      held_(states(chain.flats, choice, widths)),
+      joining_(joining(chain, choice)),
+      held_(states(chain.flats, choice, widths, chain.rest)),
       waiting_(chain.links.size()) {
   const bool offloads = choice.offload.activations != config::Offload::none;
   std::size_t place = 0;
@@ -60,21 +61,7 @@ std::int64_t Moments::gathered(std::size_t i, std::size_t next) const {
     return bytes;
   }
   bytes += whole_parameters(flat_of(i));
-  if (next < chain_.links.size() && flat_of(next) != flat_of(i)) {
-    bytes += whole_parameters(flat_of(next));
-  }
-  return bytes;
-}
-
-// Whole gradients of this micro-batch that fill or travel during the backward of link i.
-std::int64_t Moments::transient(std::size_t i) const {
-  if (shard_ranks(choice_) == 1) return 0;
-  const bool half = choice_.gradient_dtype != config::DType::fp32;
-  const int after = i + 1 < chain_.links.size() ? flat_of(i + 1) : -1;
-  std::int64_t bytes = half ? flat_bytes(after, 2) : 0;
-  if (!choice_.reduces_every) return bytes;
-  bytes += flat_bytes(chain_.rest, 4) + flat_bytes(flat_of(i), 4);
-  if (choice_.overlap && after != flat_of(i)) bytes += flat_bytes(after, 4);
+  if (flat_of(next) != flat_of(i)) bytes += whole_parameters(flat_of(next));
   return bytes;
 }
 
@@ -89,7 +76,12 @@ Moments::Bytes Moments::backward(std::size_t i, Recompute mode, std::int64_t kep
   return {.activations = kept + waiting_[i] + leaving_.back() + casts(i, mode) + again +
                          pass(i, mode).backward_peak,
           .gathered = gathered(i, i == 0 ? size() : i - 1),
-          .communication = transient(i)};
+          .communication = joining_.backward[i]};
+}
+
+Moments::Bytes Moments::end() const {
+  return {.gathered = choice_.keep_gathered ? gathered(size(), size()) : 0,
+          .communication = joining_.end};
 }
 
 std::int64_t Moments::saved(std::size_t i, Recompute mode) const {
@@ -123,7 +115,7 @@ Accounts at(const Moments& moments, const Moments::Bytes& bytes) {
   return accounts;
 }
 
-// `look(what, link, bytes)` for every moment in its order.
+// `look(what, link, bytes)` for every moment in its order, past the last link for the end.
 template <class Look>
 void walk(const Moments& moments, Look&& look) {
   std::int64_t kept = 0;
@@ -135,6 +127,13 @@ void walk(const Moments& moments, Look&& look) {
     kept -= moments.saved(i, moments.mode(i));
     look("backward of ", i, moments.backward(i, moments.mode(i), kept));
   }
+  if (const auto end = moments.end(); end.communication > 0) {
+    look("end of the backward", moments.size(), end);
+  }
+}
+
+std::string name_of(const char* pass, const Chain& chain, std::size_t link) {
+  return link < chain.links.size() ? pass + chain.links[link].name : pass;
 }
 
 }  // namespace
@@ -155,7 +154,7 @@ Memory memory(const Chain& chain, const Choice& choice, const Widths& widths) {
     link = i;
   });
   memory.at_peak = at(all, highest);
-  if (!chain.links.empty()) memory.moment = what + chain.links[link].name;
+  memory.moment = name_of(what, chain, link);
   memory.build = all.build();
   return memory;
 }
@@ -164,7 +163,7 @@ std::vector<Moment> moments(const Chain& chain, const Choice& choice, const Widt
   const Moments all(chain, choice, widths);
   std::vector<Moment> found;
   walk(all, [&](const char* pass, std::size_t i, const Moments::Bytes& bytes) {
-    found.push_back({pass + chain.links[i].name, at(all, bytes)});
+    found.push_back({name_of(pass, chain, i), at(all, bytes)});
   });
   return found;
 }

@@ -2,11 +2,11 @@
 //
 // [Note: moments] While link i runs forward, the links before it keep what they saved; while its
 // backward runs, the links after it have let go. At stage 3 a link's parameters are whole, those
-// that come next are on their way, and those of the rest are whole throughout. Where gradients are
-// joined in every micro-batch, a link's whole fp32 gradients fill while those of the link after it
-// travel, and the rest's wait for the end.
+// that come next are on their way, and those of the rest are whole throughout. What gradients hold
+// on their way is that of joining.h; what is left of them is joined at the end of the backward.
 #pragma once
 
+#include "plan/joining.h"
 #include "plan/states.h"
 
 namespace poise::plan {
@@ -26,6 +26,8 @@ class Moments {
   };
   Bytes forward(std::size_t i, Recompute mode, std::int64_t kept) const;
   Bytes backward(std::size_t i, Recompute mode, std::int64_t kept) const;
+  // What is left of gradients is joined: the model's own tensors are gone.
+  Bytes end() const;
   std::int64_t saved(std::size_t i, Recompute mode) const;
 
   const Accounts& held() const { return held_; }
@@ -43,14 +45,14 @@ class Moments {
   }
   std::int64_t flat_bytes(int flat, int width) const;
   std::int64_t whole_parameters(int flat) const;
-  int flat_of(std::size_t i) const { return chain_.links[i].flat; }
+  int flat_of(std::size_t i) const { return i < size() ? chain_.links[i].flat : -1; }
   std::int64_t gathered(std::size_t i, std::size_t next) const;
-  std::int64_t transient(std::size_t i) const;
 
   const Chain& chain_;
   const Choice& choice_;
   const Widths& widths_;
   const Split split_;
+  const Joining joining_;
   Accounts held_{};
   std::vector<Recompute> modes_;       // by link
   std::vector<bool> away_;             // by link: what it saves is offloaded

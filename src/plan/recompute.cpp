@@ -49,6 +49,7 @@ class Programme {
       : chain_(chain), moments_(moments), room_(budget - total(moments.held())) {}
 
   std::optional<std::vector<bool>> run() {
+    if (moments_.end().all() > room_) return std::nullopt;
     std::vector<State> states{State{}};
     for (std::size_t i = 0; i < moments_.size() && !states.empty(); ++i) {
       std::vector<State> next;

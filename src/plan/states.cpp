@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "plan/states.h"
+#include "plan/transport.h"
 
 namespace poise::plan {
 namespace {
@@ -82,24 +83,33 @@ std::int64_t count(const std::vector<Flat>& flats, const Choice& choice) {
   return elements;
 }
 
-// What collectives write beside their values: ranks' shards on their way to a sum; of a sum over
-// replicas one round of all of them, or a segment of each (src/comm/on_cpu.cpp).
-std::int64_t scratch(std::int64_t largest, const Choice& choice) {
+// Of an all-reduce of `bytes` (src/comm/on_cpu.cpp): one round of all of them, or a segment of
+// each.
+std::int64_t all_reduce_scratch(std::int64_t bytes, int ranks) {
+  constexpr std::int64_t kTwoRounds = 16384, kLargestElement = 8;
+  return ranks > 2 && bytes >= kTwoRounds ? bytes + ranks * kLargestElement : ranks * bytes;
+}
+
+// Held by collectives: ranks' shards on their way to a sum, sums on their way over replicas, and
+// two buckets of what becomes whole, one that fills and one that travels.
+std::int64_t communication(const std::vector<Flat>& flats, int rest, const Choice& choice) {
   const int ranks = shard_ranks(choice), replicas = choice.ranks / ranks;
-  std::int64_t bytes = ranks > 1 ? 4 * largest : 0;
-  if (replicas > 1) bytes += 4 * largest / ranks * (replicas > 2 ? 1 : replicas);
-  return bytes;
+  std::int64_t largest = 0;
+  for (const auto& flat : flats) largest = std::max(largest, whole(flat.elements, ranks));
+  std::int64_t bytes = replicas > 1 ? all_reduce_scratch(4 * largest / ranks, replicas) : 0;
+  if (ranks == 1) return bytes;
+  bytes += 4 * std::max(largest, joins(flats, rest, choice).largest());
+  return bytes + 2 * 4 * spreads(flats, rest, choice).largest();
 }
 
 }  // namespace
 
-Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widths& w) {
+Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widths& w, int rest) {
   using memory::Account;
   const auto split = split_of(choice);
   const auto away = [](config::Offload place) { return place != config::Offload::none; };
   Accounts held{};
   const int ranks = shard_ranks(choice);
-  std::int64_t largest = 0;
   double states_away =
       away(choice.offload.optimizer)
           ? choice.offload.optimizer_fraction * static_cast<double>(count(flats, choice))
@@ -124,9 +134,8 @@ Accounts states(const std::vector<Flat>& flats, const Choice& choice, const Widt
     if (!away(choice.offload.gradients)) {
       of(held, Account::gradients) += w.accumulator * (split.gradients ? mine : all);
     }
-    largest = std::max(largest, all);
   }
-  of(held, Account::communication) = scratch(largest, choice);
+  of(held, Account::communication) = communication(flats, rest, choice);
   return held;
 }
 

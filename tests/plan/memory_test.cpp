@@ -91,7 +91,9 @@ TEST(Memory, StagesSplitWhatTheySay) {
     EXPECT_EQ(of(held, memory::Account::parameters), 4 * (stage >= 3 ? shards : wholes));
     EXPECT_EQ(of(held, memory::Account::optimizer), 8 * (stage >= 1 ? shards : wholes));
     EXPECT_EQ(of(held, memory::Account::gradients), 4 * (stage >= 2 ? shards : wholes));
-    EXPECT_EQ(of(held, memory::Account::communication), 4 * 1024);  // scratch of the largest
+    // All of these flats share one collective, but at stage 3: scratch of the largest, and two
+    // buckets of what becomes whole.
+    EXPECT_EQ(of(held, memory::Account::communication), stage >= 3 ? 4 * 1024 : 3 * 4 * wholes);
   }
 }
 
@@ -130,8 +132,64 @@ TEST(Memory, GroupsShardAmongThemselves) {
   }
   EXPECT_EQ(of(groups.at_peak, memory::Account::gathered),
             of(alone.at_peak, memory::Account::gathered));
-  // Sums of a shard go to three replicas: a segment of each.
-  EXPECT_EQ(of(groups.held, memory::Account::communication), 4 * 1024 + 4 * 512);
+  // Sums of a shard go to all four replicas in one round; larger ones by segments.
+  EXPECT_EQ(of(groups.held, memory::Account::communication), 4 * 1024 + 4 * 4 * 512);
+  auto large = toy();
+  large.flats[0].elements = 1 << 20;
+  EXPECT_EQ(of(memory(large, choice, kFp32).held, memory::Account::communication),
+            (4 << 20) + (2 << 20) + 4 * 8);
+}
+
+// Two ranks; blocks of 100, 100, 60 and 60 KiB and a rest of 200 KiB, all of them in fp32.
+// Gradients go backwards: 60, 60 and 100 in a bucket, 100 alone, since the rest would make it too
+// large.
+Chain of_neighbours() {
+  Chain chain;
+  int place = 0;
+  for (const int kib : {100, 100, 60, 60}) {
+    Link link;
+    link.name = join("block ", place);
+    link.flat = place++;
+    link.block = true;
+    link.passes.fill(pass(1, 1, 1));
+    chain.links.push_back(link);
+    chain.flats.push_back({link.name, 256 * kib});
+  }
+  chain.flats.push_back({"rest", 256 * 200});
+  chain.rest = place;
+  return chain;
+}
+
+TEST(Memory, SmallNeighboursShareABucket) {
+  constexpr std::int64_t kKiB = 1024;
+  const auto chain = of_neighbours();
+  Choice choice;
+  choice.ranks = 2;
+  const auto at = [&](const char* name) {
+    for (const auto& moment : moments(chain, choice, kFp32)) {
+      if (moment.name == name) return of(moment.accounts, memory::Account::communication);
+    }
+    return std::int64_t{-1};
+  };
+  // Forwards 100 and 100 share one, 60 and 60 the next: 200 KiB, twice, and 220 for the sums.
+  const auto held = of(memory(chain, choice, kFp32).held, memory::Account::communication);
+  EXPECT_EQ(held, (2 * 200 + 220) * kKiB);
+  choice.stage = 1;
+  EXPECT_EQ(at("forward of block 3"), held);
+  EXPECT_EQ(at("backward of block 3"), held);
+  EXPECT_EQ(at("backward of block 2"), held + 220 * kKiB) << "filled by block 3";
+  EXPECT_EQ(at("backward of block 1"), held + 220 * kKiB);
+  EXPECT_EQ(at("backward of block 0"), held + 220 * kKiB) << "travels";
+  EXPECT_EQ(at("end of the backward"), held + 220 * kKiB) << "sums of the others are in place";
+  // Sums of each micro-batch have memory of their own; the rest's fills all the time.
+  choice.stage = 2;
+  choice.reduces_every = true;
+  EXPECT_EQ(at("backward of block 3"), held + (200 + 60) * kKiB);
+  EXPECT_EQ(at("backward of block 2"), held + (200 + 60 + 220) * kKiB);
+  EXPECT_EQ(at("backward of block 1"), held + (200 + 100 + 220) * kKiB);
+  EXPECT_EQ(at("backward of block 0"), held + (200 + 100 + 220) * kKiB);
+  choice.overlap = false;
+  EXPECT_EQ(at("backward of block 0"), held + (200 + 60 + 60 + 100 + 100) * kKiB) << "all wait";
 }
 
 TEST(Memory, WhatIsOffloadedOfActivationsIsNotKept) {
