@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "plan/states.h"
+#include "plan/transport.h"
 
 namespace poise::plan {
 namespace {
@@ -173,8 +174,9 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
 
   const auto links = Links::inside(machine, ranks);
   const auto calls = static_cast<double>(chain.flats.size());
+  const auto joined = static_cast<double>(joins(chain.flats, chain.rest, choice).calls());
   const auto moved = traffic(elements, choice, widths);
-  const double reduces = links.seconds(moved.reduces, (choice.reduces_every ? k : 1) * calls);
+  const double reduces = links.seconds(moved.reduces, (choice.reduces_every ? k : 1) * joined);
   // What joins once per window hides behind the last micro-batch's backward.
   const double joins_behind =
       (t.backward + t.recompute) * (choice.overlap ? (choice.reduces_every ? 1 : 1 / k) : 0);
@@ -187,8 +189,9 @@ Time time(const Chain& chain, const Choice& choice, const Widths& widths,
     t.exposed = beyond(forward, hiding) + beyond(gathers - forward + reduces, joins_behind) +
                 (forward + reduces) / std::max(1.0, calls);
   } else {
-    t.exposed = beyond(reduces, joins_behind) + reduces / std::max(1.0, calls) +
-                links.seconds(moved.gathers, calls);
+    const auto spread = static_cast<double>(spreads(chain.flats, chain.rest, choice).calls());
+    t.exposed = beyond(reduces, joins_behind) + reduces / std::max(1.0, joined) +
+                links.seconds(moved.gathers, spread);
   }
   // Sums go to the other shard groups when the window is complete: nothing is left to hide them.
   t.exposed += Links::across(machine, ranks, choice.ranks / ranks).seconds(moved.across, calls);

@@ -192,6 +192,28 @@ TEST(Memory, SmallNeighboursShareABucket) {
   EXPECT_EQ(at("backward of block 0"), held + (200 + 60 + 60 + 100 + 100) * kKiB) << "all wait";
 }
 
+TEST(Time, CollectivesAreCountedAsTheyTravel) {
+  Chain chain;
+  for (int i = 0; i < 96; ++i) {  // 8 KiB each: 32 in a bucket
+    chain.flats.push_back({join("block ", i), 2048});
+    Link link;
+    link.flat = i;
+    chain.links.push_back(link);
+  }
+  const auto machine = read_machine("2xCPU");
+  const double latency = 11e-6, rate = 0.8 * machine.device.node_rate;  // of two ranks
+  Choice choice;
+  choice.ranks = 2;
+  choice.stage = 1;
+  const auto moved = traffic(96 * 2048, choice, kFp32);
+  const double reduces = moved.reduces / rate + 3 * latency;
+  const double gathers = moved.gathers / rate + 3 * latency;
+  EXPECT_NEAR(time(chain, choice, kFp32, {}, machine, 1).exposed, reduces + reduces / 3 + gathers,
+              1e-9);
+  choice.stage = 3;  // each by itself: gathered twice, joined once
+  EXPECT_GT(time(chain, choice, kFp32, {}, machine, 1).exposed, 3 * 96 * latency);
+}
+
 TEST(Memory, WhatIsOffloadedOfActivationsIsNotKept) {
   auto chain = toy();
   for (auto& link : chain.links) link.away.fill(pass(5, 60, 80));
