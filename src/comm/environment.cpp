@@ -46,17 +46,42 @@ bool all_have_their_own(std::vector<std::string> gpus, const Launch& launch) {
        " while the ranks met: ", c10d_calls::message_of(error), "; look at the output of rank 0");
 }
 
+// The others would wait for this rank.
+void publish(Watch& watch, int rank, const Error& error) {
+  watch.publish(join("[comm] ", watch.name_of(rank), " ended the group: ", error.what()));
+}
+
 // Says to all which process this rank is and which GPU it has, in two lines; hands back what all
-// said.
+// said. A rank that came and died since, while its GPU woke up for example, is not waited for.
+std::vector<std::string> call_roll(const Launch& launch, std::chrono::milliseconds timeout,
+                                   const c10d_calls::StorePtr& store) {
+  const auto watch = watch_meeting(store, launch);
+  bool first_came = false;  // which holds the store
+  const auto check = [&] {
+    watch->check();
+    first_came = first_came || watch->awaited().value_or(launch.size) > 0;
+  };
+  try {
+    const auto gpu = gpu_of(launch);
+    const auto mine = join(own_name(), '\n', gpu ? nccl_device_id(*gpu) : kNone);
+    return roll_call(*store, launch, mine, timeout, check);
+  } catch (const c10::Error& error) {
+    if (first_came) lost_store(launch, error);
+    throw;
+  } catch (const Error& error) {
+    if (!first_came) store->check({"roll"});  // a lost store has an error of its own
+    publish(*watch, launch.rank, error);
+    throw;
+  }
+}
+
 std::vector<std::string> meet_all(const Launch& launch, std::chrono::milliseconds timeout,
                                   c10d_calls::StorePtr& store) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto gpu = gpu_of(launch);
   for (;;) {
     try {
       store = meet(launch, timeout);
-      const auto mine = join(own_name(), '\n', gpu ? nccl_device_id(*gpu) : kNone);
-      return roll_call(*store, launch, mine, timeout);
+      return call_roll(launch, timeout, store);
     } catch (const c10::Error& error) {
       // A store that closes may be that of rank 0's group before this one: the next will open.
       if (launch.store_runs || std::chrono::steady_clock::now() > deadline) {
@@ -160,8 +185,8 @@ c10d_calls::BackendPtr make_backend(const Met& met, const Peers& peers, Watch& w
     return make_gloo(peers.store, peers.rank, peers.size, own_address(met.launch), timeout, check);
   } catch (const c10::Error& error) {
     lost_store(met.launch, error);
-  } catch (const Error& error) {  // the others would wait for this rank
-    watch.publish(join("[comm] ", watch.name_of(peers.rank), " ended the group: ", error.what()));
+  } catch (const Error& error) {
+    publish(watch, peers.rank, error);
     throw;
   }
 }

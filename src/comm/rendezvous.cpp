@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "poise/error.h"
 #include "poise/interrupt.h"
@@ -97,8 +98,15 @@ c10d_calls::StorePtr meet(const Launch& launch, milliseconds timeout) {
   return c10::make_intrusive<::c10d::PrefixStore>(join(launches, '/', before), store);
 }
 
+std::unique_ptr<Watch> watch_meeting(const c10d_calls::StorePtr& store, const Launch& launch) {
+  auto connection = c10::make_intrusive<::c10d::PrefixStore>("meeting", store->clone());
+  return std::make_unique<Watch>(std::move(connection), Watched{launch.rank, launch.size},
+                                 WatchSettings());
+}
+
 std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
-                                   const std::string& text, milliseconds timeout) {
+                                   const std::string& text, milliseconds timeout,
+                                   const std::function<void()>& check) {
   const auto key = [](int rank) { return join("roll/", rank); };
   store.set(key(launch.rank), join(launch.size, '\n', text));
   const auto deadline = Clock::now() + timeout;
@@ -111,6 +119,7 @@ std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
              " says that there is one, start it or correct the number of ranks");
       }
       check_interrupt();
+      check();
       std::this_thread::sleep_for(milliseconds(20));
     }
     const auto said = store.get_to_str(key(rank));

@@ -130,15 +130,22 @@ struct Watch::State {
   }
 
   void look_at_next(const Beat& mine) {
-    const int next = (rank + 1) % size;
-    const auto text = look_up(key_of("beat", next));
-    if (!text && !all_have_come) return;  // not there yet: slow to start, not gone
+    int next = (rank + 1) % size;
+    auto text = look_up(key_of("beat", next));
+    // Where some are not there yet, which is slow to start and not gone, nobody else may look at
+    // the one after them.
+    while (!text && !all_have_come) {
+      next = (next + 1) % size;
+      if (next == rank) return;
+      text = look_up(key_of("beat", next));
+    }
     const Beat theirs = text ? beat_of(*text) : Beat();
     const auto now = Clock::now();
     // A whole job that was stopped goes on together: time in which this rank slept does not count.
     const bool slept = now - last_look > settings.patience / 2;
     last_look = now;
-    if (theirs.pulse != last_pulse || slept) {
+    const bool another = next != std::exchange(watched, next);
+    if (theirs.pulse != last_pulse || slept || another) {
       last_pulse = theirs.pulse;
       last_seen = now;
     }
@@ -149,6 +156,7 @@ struct Watch::State {
                      "; all ranks must submit the same sequence"));
       }
     } else if (now - last_seen > settings.patience) {
+      lost = 1;
       declare(join("[comm] ", named(next), " disappeared: no sign of life for ",
                    settings.patience.count() / 1000.0, " s, ",
                    theirs.entered == 0 ? "before any collective" : join("last in ", theirs.place),
@@ -204,7 +212,7 @@ struct Watch::State {
                                         : std::min(settings.linger, to_read);
     const auto deadline = Clock::now() + longest;
     auto done = store->add("done", 1);
-    while (done < size && Clock::now() < deadline) {
+    while (done < size - lost && Clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       done = store->add("done", 0);
     }
@@ -236,6 +244,8 @@ struct Watch::State {
 
   // The thread's own.
   int known = 0;
+  int watched = -1;
+  int lost = 0;  // ranks that will not say goodbye
   std::int64_t last_pulse = -1;
   Clock::time_point last_seen = Clock::now();
   Clock::time_point last_look = Clock::now();
@@ -348,6 +358,11 @@ std::optional<std::string> Watch::failure() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } while (Clock::now() < deadline);
   return std::nullopt;
+}
+
+// A beat, a look and the news of a failure come a period late each.
+std::chrono::milliseconds Watch::time_to_notice() const {
+  return state_->settings.patience + 3 * state_->settings.period;
 }
 
 std::string Watch::place_of(int rank) {

@@ -67,6 +67,8 @@ class Watch {
   void publish(const std::string& message) noexcept;
   // The group's failure, waiting up to `answer` for one.
   std::optional<std::string> failure();
+  // How long it may take until the loss of a rank is the group's failure.
+  std::chrono::milliseconds time_to_notice() const;
   // What `rank` is in, or was in last: "in collective 7, ..."; "in an unknown place" without
   // answer.
   std::string place_of(int rank);

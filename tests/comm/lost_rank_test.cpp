@@ -57,6 +57,32 @@ TEST(Rank, DISABLED_IsMetOnly) {
   }
 }
 
+TEST(Rank, DISABLED_IsSlowToMeet) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  const auto store = meet(launch, 30s);
+  const auto watch = watch_meeting(store, launch);
+  say("waiting");
+  if (launch.rank == 1) std::this_thread::sleep_for(12s);  // the patience is 10
+  EXPECT_EQ(roll_call(*store, launch, "here", 60s, [&] { watch->check(); }).size(), 3);
+}
+
+TEST(Rank, DISABLED_ComesAndWaits) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  const int victim = std::atoi(std::getenv("VICTIM"));
+  if (launch.rank == victim) {
+    const auto store = meet(launch, 30s);
+    const auto watch = watch_meeting(store, launch);
+    say("waiting");
+    std::this_thread::sleep_for(60s);
+  }
+  try {
+    from_environment();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
+
 // Works until something ends the group; prints what.
 void work_until_it_ends(Group& group) {
   say("working");
@@ -245,6 +271,30 @@ TEST(LostRank, ThatCameToTheMeetingOnlyIsNamedWithinFifteenSeconds) {
   }
   EXPECT_LT(seconds_since(start), 15);
 }
+
+// Though it never came to the roll call, for which the others wait half an hour.
+TEST(LostRank, ThatDiedWhileTheRanksMeetIsNamedWithinFifteenSeconds) {
+  for (const std::size_t victim : {0u, 1u}) {  // rank 0 takes the store with it
+    const auto ranks = start_ranks("ComesAndWaits", 3, {{"VICTIM", std::to_string(victim)}});
+    await_output(*ranks[victim], "waiting");
+    std::this_thread::sleep_for(1500ms);
+    ranks[victim]->signal(SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    const auto said =
+        victim == 0 ? std::string("lost the store .* look at the output of rank 0")
+                    : join("rank 1 \\(host .*, pid ", ranks[1]->pid(),
+                           "\\) disappeared: no sign of life for 10 s, before any collective");
+    for (std::size_t rank = 0; rank < 3; ++rank) {
+      if (rank == victim) continue;
+      EXPECT_TRUE(ranks[rank]->wait(30s));
+      EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+      EXPECT_THAT(ranks[rank]->output(), ContainsRegex(said));
+    }
+    EXPECT_LT(seconds_since(start), 15);
+  }
+}
+
+TEST(SlowRank, IsWaitedForWhileTheRanksMeet) { run_ranks("IsSlowToMeet", 3); }
 
 // It holds the store, so that nobody answers.
 TEST(LostRank, AFrozenStoreIsNamed) {

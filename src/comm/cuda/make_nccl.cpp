@@ -1,5 +1,4 @@
 // NCCL.
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 #include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
@@ -20,7 +19,11 @@ std::string nccl_version() { return ::c10d::getNcclVersion(); }
 
 std::string nccl_device_id(int index) {
   cudaDeviceProp properties{};
-  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
+  const auto result = cudaGetDeviceProperties(&properties, index);
+  if (result != cudaSuccess) {
+    fail("comm", "cannot use GPU ", index, ": ", cudaGetErrorString(result),
+         "; nvidia-smi says more of it");
+  }
   std::ostringstream id;
   id << "gpu-" << std::hex;
   for (const char byte : properties.uuid.bytes) id << (static_cast<int>(byte) & 0xFF) << '.';
