@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import torch
@@ -80,9 +81,11 @@ def join(where: torch.device, backend: str | None, timeout: float) -> Group:
     ours = place.size > 1 and not dist.is_initialized()
     if ours:
         _initialize(place, backend or ("nccl" if where.type == "cuda" else "gloo"), timeout)
-        if where.type == "cuda":
-            _refuse_a_shared_gpu(place, where)
-    return comm.group_for(None, where, timeout, owned=ours)
+    group = comm.group_for(None, where, timeout, owned=ours)
+    if ours and where.type == "cuda":
+        with told_to_others(group):
+            _refuse_a_shared_gpu(group, where, timeout)
+    return group
 
 
 def _initialize(place: Here, backend: str, timeout: float) -> None:
@@ -105,16 +108,24 @@ def _initialize(place: Here, backend: str, timeout: float) -> None:
         ) from None
 
 
-def _refuse_a_shared_gpu(place: Here, where: torch.device) -> None:
+def _refuse_a_shared_gpu(group: Group, where: torch.device, timeout: float) -> None:
     """Ranks that see one GPU each may see the same, which NCCL would say late, in words of its own."""
-    store = dist.distributed_c10d._get_default_store()
     mine = str(torch.cuda.get_device_properties(where).uuid)
-    store.set(f"poise/gpu/{place.rank}", mine)
-    others = range(place.size) if torch.cuda.device_count() == 1 else ()
+    group.leave_note(f"gpu/{group.rank}", mine)
+    others = range(group.size) if torch.cuda.device_count() == 1 else ()
+    deadline = time.monotonic() + timeout
     for rank in others:
-        if rank != place.rank and store.get(f"poise/gpu/{rank}").decode() == mine:
+        while (theirs := group.note(f"gpu/{rank}")) is None:
+            group.check()
+            if time.monotonic() > deadline:
+                raise Error(
+                    f"[trainer] rank {group.rank} waited {timeout:g} s for rank {rank} to say which "
+                    "GPU it has; look at the output of that rank, or raise the timeout"
+                )
+            time.sleep(0.01)
+        if rank != group.rank and theirs == mine:
             raise Error(
-                f"[trainer] ranks {place.rank} and {rank} have the same GPU; start as many ranks as "
+                f"[trainer] ranks {group.rank} and {rank} have the same GPU; start as many ranks as "
                 "there are GPUs, or set use_cpu"
             )
 

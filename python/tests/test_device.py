@@ -52,14 +52,29 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_that_see_the_same_gpu_are_told(shared, monkeypatch):
     on_machine(monkeypatch, 1, 1, size=2)
-    store = torch.distributed.HashStore()
-    store.set("poise/gpu/0", "GPU-a")
+    notes = {"gpu/0": "GPU-a"}
+    group = SimpleNamespace(rank=1, size=2, leave_note=notes.__setitem__, note=notes.get)
     properties = SimpleNamespace(uuid="GPU-a" if shared else "GPU-b")
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     told = pytest.raises(poise.Error, match="ranks 1 and 0 have the same GPU")
     with told if shared else contextlib.nullcontext():
-        ranks._refuse_a_shared_gpu(ranks.here(), torch.device("cuda", 0))
+        ranks._refuse_a_shared_gpu(group, torch.device("cuda", 0), timeout=10)
+
+
+def test_a_rank_that_does_not_say_its_gpu_is_named(monkeypatch):
+    on_machine(monkeypatch, 1, 1, size=2)
+    notes, checks = {}, []
+    group = SimpleNamespace(
+        rank=1, size=2, leave_note=notes.__setitem__, note=notes.get, check=lambda: checks.append(1)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a")
+    )
+    with pytest.raises(
+        poise.Error, match=r"rank 1 waited 0.1 s for rank 0 to say which GPU it has"
+    ):
+        ranks._refuse_a_shared_gpu(group, torch.device("cuda", 0), timeout=0.1)
+    assert checks, "of a lost rank the group tells"
 
 
 def test_without_gpus_it_is_the_cpu(monkeypatch):
