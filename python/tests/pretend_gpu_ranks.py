@@ -222,18 +222,6 @@ def ends(folder: Path) -> Any:
         return [f"{type(error).__name__}: {error}", time.monotonic() - begun]
 
 
-def absent(folder: Path) -> Any:
-    """Rank 1 is killed before it has made its group; what rank 0 is told, and how long it took."""
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    group = poise.comm.from_process_group(dist.group.WORLD, "cuda", timeout=3)
-    begun = time.monotonic()
-    try:
-        group.barrier("start")
-    except poise.Error as error:
-        return [str(error), time.monotonic() - begun]
-
-
 CASES = {
     "training": training,
     "collectives": collectives,
@@ -242,9 +230,8 @@ CASES = {
     "trainer": trainer,
     "killed": ends,
     "raises": ends,
-    "absent": absent,
 }
-ENDS = {"killed", "raises", "absent"}  # cases after which there is nobody to meet
+ENDS = {"killed", "raises"}  # cases after which there is nobody to meet
 
 
 def main(names: str, folder: Path) -> None:

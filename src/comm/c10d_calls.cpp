@@ -20,6 +20,15 @@ BackendPtr backend_for(::c10d::ProcessGroup& group, c10::Device device) {
        "; make it with init_process_group(\"cpu:gloo,cuda:nccl\")");
 }
 
+BackendPtr gloo_of(::c10d::ProcessGroup& group) {
+  for (const c10::Device& one : group.getDeviceTypes()) {
+    if (!one.is_cpu()) continue;
+    auto backend = group.getBackend(one.type());
+    if (backend->getBackendName() == "gloo") return backend;
+  }
+  return {};
+}
+
 StorePtr store_of(::c10d::ProcessGroup& group) { return group.getStore(); }
 
 WorkPtr send(::c10d::Backend& backend, at::Tensor bytes, int peer, int tag) {
@@ -55,6 +64,13 @@ WorkPtr broadcast(::c10d::Backend& backend, at::Tensor values, int root) {
   ::c10d::BroadcastOptions options;
   options.rootRank = root;
   return backend.broadcast(tensors, options);
+}
+
+bool blames_a_peer(const std::exception& error) {
+  // A connection that a peer refuses is a call of the system that failed; the id is rank 0's.
+  const auto message = message_of(error);
+  const auto says = [&](const char* text) { return message.find(text) != std::string::npos; };
+  return says("ncclRemoteError") || says("ncclSystemError") || says("retrieving ncclUniqueId");
 }
 
 std::string message_of(const std::exception& error) {

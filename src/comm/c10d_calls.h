@@ -17,7 +17,8 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
 // The backend that carries tensors of `device`; throws Error where there is none.
 BackendPtr backend_for(::c10d::ProcessGroup& group, c10::Device device);
-StorePtr store_of(::c10d::ProcessGroup& group);  // null: none
+BackendPtr gloo_of(::c10d::ProcessGroup& group);  // null: none
+StorePtr store_of(::c10d::ProcessGroup& group);   // null: none
 
 WorkPtr send(::c10d::Backend& backend, at::Tensor bytes, int peer, int tag);
 WorkPtr receive(::c10d::Backend& backend, at::Tensor bytes, int peer, int tag);
@@ -27,6 +28,9 @@ WorkPtr reduce_scatter(::c10d::Backend& backend, at::Tensor mine, at::Tensor who
 WorkPtr all_reduce(::c10d::Backend& backend, at::Tensor values);
 WorkPtr all_to_all(::c10d::Backend& backend, at::Tensor received, at::Tensor sent);
 WorkPtr broadcast(::c10d::Backend& backend, at::Tensor values, int root);
+
+// Whether NCCL failed because of another rank, or may have.
+bool blames_a_peer(const std::exception& error);
 
 // What torch said, without its C++ stack.
 std::string message_of(const std::exception& error);

@@ -15,6 +15,8 @@
 
 namespace poise::comm {
 
+inline constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
+
 struct Message {
   int peer = 0;
   at::Tensor bytes;  // flat, kByte; empty ones are not sent

@@ -21,7 +21,6 @@ namespace poise::comm {
 namespace {
 
 constexpr std::int64_t kLargestElement = 8;
-constexpr int kFirstTag = 0x706f6973;  // out of the way of the user's own tags
 
 // FNV-1a over the description, which holds all that must be equal.
 std::uint64_t digest_of(const std::string& text) {

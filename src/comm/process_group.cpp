@@ -70,6 +70,7 @@ std::shared_ptr<Group> from_process_group(c10::intrusive_ptr<::c10d::ProcessGrou
               device};
   WatchSettings settings;
   peers.owns_backend = options.owns_process_group;
+  if (!device.is_cpu()) peers.gloo = c10d_calls::gloo_of(*group);
   if (peers.owns_backend && !device.is_cpu()) settings.linger = kLinger;
   return group_of(peers, std::move(options), settings);
 }

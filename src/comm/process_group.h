@@ -20,7 +20,8 @@ struct Peers {
   Numbers numbers = {};
   std::vector<std::string> names = {};  // see Watched
   c10::Device device = c10::Device(c10::kCPU);
-  bool owns_backend = false;  // nobody else will end it
+  bool owns_backend = false;         // nobody else will end it
+  c10d_calls::BackendPtr gloo = {};  // beside "nccl", where the process group has both
 };
 
 // What a rank has of its group before there is a backend, which may take long or fail: a part of

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <thread>
@@ -20,11 +22,18 @@ bool has_ended(pid_t pid) {
   return name_ends == std::string::npos || line[name_ends + 2] == 'Z';
 }
 
+// A test lets a rank die here by PRETEND_GPU_DIES_IN_INIT: "unseen" or "seen" by the others.
+void maybe_die(const std::string& how) {
+  const char* asked = std::getenv("PRETEND_GPU_DIES_IN_INIT");
+  if (asked && how == asked) std::raise(SIGKILL);
+}
+
 }  // namespace
 
 bool Peers::meet(const std::string& name, int rank, int size) {
   rank_ = rank;
   size_ = size;
+  maybe_die("unseen");
   const int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
   if (file < 0) return false;
   const bool sized = ftruncate(file, sizeof(Shared)) == 0;
@@ -34,6 +43,7 @@ bool Peers::meet(const std::string& name, int rank, int size) {
   if (!sized || mapped == MAP_FAILED) return false;
   shared_ = static_cast<Shared*>(mapped);
   shared_->pids[rank] = getpid();
+  maybe_die("seen");
   if (++shared_->come == size) shm_unlink(name.c_str());
   while (shared_->come < size) {
     for (int other = 0; other < size; ++other) {

@@ -35,7 +35,8 @@ struct Side {
 class Peers {
  public:
   // Waits until all have come. The first of them makes the memory `name`, the last takes the name
-  // away. False: one that had come has ended.
+  // away. As in NCCL that has no end where one died before it came. False: one that had come has
+  // ended.
   bool meet(const std::string& name, int rank, int size);
   // This rank needs the others no more.
   void leave() { shared_->left[rank_] = true; }
