@@ -125,6 +125,7 @@ struct Choice {
   bool keep_gathered = false;
   bool overlap = true;
   config::DType gradient_dtype = config::DType::fp32;  // on the wire
+  bool ranks_reserve = true;  // memory for sums over ranks: as on CPUs, not as NCCL does
   std::int64_t loss_chunk_tokens = 0;
   Recompute recompute = Recompute::none;
   std::vector<bool> recomputed;  // by block

@@ -146,6 +146,7 @@ class Search {
         choice.micro_batch = micro_batch;
         choice.accumulation = accumulation;
         choice.ranks = job_.machine.ranks;
+        choice.ranks_reserve = job_.machine.device.place == Place::cpu;
         choice.shard_ranks = sharding.ranks == choice.ranks ? 0 : sharding.ranks;
         choice.activations_of = job_.activations_of;
         choice.stage = sharding.stage;

@@ -96,10 +96,10 @@ std::int64_t communication(const std::vector<Flat>& flats, int rest, const Choic
   const int ranks = shard_ranks(choice), replicas = choice.ranks / ranks;
   std::int64_t largest = 0;
   for (const auto& flat : flats) largest = std::max(largest, whole(flat.elements, ranks));
-  std::int64_t bytes = replicas > 1 ? all_reduce_scratch(4 * largest / ranks, replicas) : 0;
-  if (ranks == 1) return bytes;
-  bytes += 4 * std::max(largest, joins(flats, rest, choice).largest());
-  return bytes + 2 * 4 * spreads(flats, rest, choice).largest();
+  std::int64_t reserved = replicas > 1 ? all_reduce_scratch(4 * largest / ranks, replicas) : 0;
+  if (ranks > 1) reserved += 4 * std::max(largest, joins(flats, rest, choice).largest());
+  if (!choice.ranks_reserve) reserved = 0;
+  return reserved + (ranks > 1 ? 2 * 4 * spreads(flats, rest, choice).largest() : 0);
 }
 
 }  // namespace

@@ -192,6 +192,17 @@ TEST(Memory, SmallNeighboursShareABucket) {
   EXPECT_EQ(at("backward of block 0"), held + (200 + 60 + 60 + 100 + 100) * kKiB) << "all wait";
 }
 
+// NCCL adds in memory of its own, which is not torch's: reserve() of a GPU stands for it.
+TEST(Memory, RanksOnGpusReserveNothingForSums) {
+  constexpr std::int64_t kKiB = 1024;
+  Choice choice;
+  choice.ranks = 4;
+  choice.shard_ranks = 2;
+  choice.ranks_reserve = false;
+  EXPECT_EQ(of(states(of_neighbours().flats, choice, kFp32, 4), memory::Account::communication),
+            2 * 200 * kKiB);
+}
+
 TEST(Time, CollectivesAreCountedAsTheyTravel) {
   Chain chain;
   for (int i = 0; i < 96; ++i) {  // 8 KiB each: 32 in a bucket

@@ -40,6 +40,11 @@ TEST(Search, MoreMemoryIsNeverSlower) {
   EXPECT_GT(fitting, 8);
 }
 
+TEST(Search, RanksReserveMemoryForSumsOnCpusOnly) {
+  EXPECT_FALSE(search(job_of("llama-3.2-1b", "2xH100-80GB")).best.choice.ranks_reserve);
+  EXPECT_TRUE(search(job_of("llama-3.2-1b", "2xCPU")).best.choice.ranks_reserve);
+}
+
 TEST(Search, TheGlobalBatchIsKeptAndTheFrontHasNoLosers) {
   const auto job = job_of("llama-3-8b", "8xH100-80GB");
   const auto answer = search(job);
