@@ -126,6 +126,13 @@ class Failing(torch.autograd.Function):
         raise torch.OutOfMemoryError(f"in backward, {len(held)} tensors held")
 
 
+def run_out(model, where):
+    """Now, or by a term of the loss that does in backward."""
+    if where == "forward":
+        raise torch.OutOfMemoryError("in forward")
+    return Failing.apply(model.head.bias.sum()) * 0
+
+
 def python_errors(folder):
     """Memory that runs out in code of Python's: in the loss function, and in a backward."""
     seen = {}
@@ -139,9 +146,7 @@ def python_errors(folder):
                         dist.get_rank() == 1 and not of_all
                     ):
                         return None
-                    if where == "forward":
-                        raise torch.OutOfMemoryError("in forward")
-                    return Failing.apply(model.head.bias.sum()) * 0
+                    return run_out(model, where)
 
                 trial = Trial(config_of(stage), fault)
                 held = trial.engine.memory()["current_bytes"]
@@ -166,9 +171,7 @@ def by_hand(folder):
             def fault(model, piece, number, where=where):
                 if number != 2 or dist.get_rank() == 0:
                     return None
-                if where == "forward":
-                    raise torch.OutOfMemoryError("in forward")
-                return Failing.apply(model.head.bias.sum()) * 0
+                return run_out(model, where)
 
             trial = Trial(config_of(stage), fault)
             engine = trial.engine
@@ -360,9 +363,7 @@ def trials(folder):
                 def fault(model, piece, number, where=where, allowed=allowed):
                     if dist.get_rank() == 0 or len(piece["input_ids"]) <= allowed:
                         return None
-                    if where == "forward":
-                        raise torch.OutOfMemoryError("in forward")
-                    return Failing.apply(model.head.bias.sum()) * 0
+                    return run_out(model, where)
 
                 trial = Trial(config_of(stage), fault)
                 held = trial.engine.memory()["current_bytes"]

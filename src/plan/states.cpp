@@ -94,12 +94,13 @@ std::int64_t all_reduce_scratch(std::int64_t bytes, int ranks) {
 // two buckets of what becomes whole, one that fills and one that travels.
 std::int64_t communication(const std::vector<Flat>& flats, int rest, const Choice& choice) {
   const int ranks = shard_ranks(choice), replicas = choice.ranks / ranks;
+  const auto buckets = ranks > 1 ? 2 * 4 * spreads(flats, rest, choice).largest() : 0;
+  if (!choice.ranks_reserve) return buckets;
   std::int64_t largest = 0;
   for (const auto& flat : flats) largest = std::max(largest, whole(flat.elements, ranks));
   std::int64_t reserved = replicas > 1 ? all_reduce_scratch(4 * largest / ranks, replicas) : 0;
   if (ranks > 1) reserved += 4 * std::max(largest, joins(flats, rest, choice).largest());
-  if (!choice.ranks_reserve) reserved = 0;
-  return reserved + (ranks > 1 ? 2 * 4 * spreads(flats, rest, choice).largest() : 0);
+  return reserved + buckets;
 }
 
 }  // namespace
