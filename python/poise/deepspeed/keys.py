@@ -44,7 +44,7 @@ def _refused(path: str, text: str, *harmless: Any) -> Key:
 
 
 _OFF = (False, {}, [])
-_NO_BUCKETS = "gradients and parameters travel by units of the model, not by buckets of a size"
+_NO_BUCKETS = "gradients and parameters travel by units of the model, small neighbours together; no size is to be set"
 _BATCH = [
     _mapped("train_batch_size", "batch.global_batch_size", "samples of one update over all ranks"),
     _mapped("train_micro_batch_size_per_gpu", "batch.micro_batch_size"),
