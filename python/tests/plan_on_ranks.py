@@ -25,7 +25,15 @@ def large():
     return model, rows, lambda piece: model.loss(piece[:, :-1], piece[:, 1:])
 
 
-MODELS = {"small": small, "large": large}
+def frozen():
+    """What is trained is far smaller than a block."""
+    model, rows, loss = large()
+    for block in model.blocks:
+        block.requires_grad_(False)
+    return model, rows, loss
+
+
+MODELS = {"small": small, "large": large, "frozen": frozen}
 # Model, precision, stage, ranks of a group that shards (0: all).
 STAGES = [
     *(("small", precision, stage, 0) for precision in ("fp32", "bf16") for stage in range(4)),

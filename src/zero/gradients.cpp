@@ -64,6 +64,7 @@ Gradients::Gradients(const ParamTable& table, FlatStore& store, const Shards& sh
   if (replicas_.size() > 1) {
     std::int64_t largest = 0;
     for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
+      if (!table.flats()[static_cast<std::size_t>(flat)].trainable) continue;
       largest = std::max(largest, shards.shard(flat) * std::int64_t{sizeof(float)});
     }
     memory::AccountScope scope(ledger, memory::Account::communication);
