@@ -115,7 +115,7 @@ class Pulled {
     }
     auto frozen = widths_;
     frozen.master = frozen.moments = frozen.accumulator = 0;
-    pull("adapters alone are trained (LoRA)", join("rank ", kRank, " on every matrix"), true,
+    pull("LoRA adapters alone are trained", join("rank ", kRank, " on every matrix"), true,
          [&](Job& job) {
            job.widths = frozen;
            job.extra_states = 16 * adapters(job_);

@@ -18,20 +18,20 @@ plan::Lever host(bool fits) {
 }
 plan::Lever ranks(bool fits) { return lever("twice the ranks", "4 ranks", 2 << 20, false, fits); }
 plan::Lever adapters(bool fits) {
-  return lever("adapters alone are trained (LoRA)", "rank 16 on every matrix", 1 << 20, true, fits);
+  return lever("LoRA adapters alone are trained", "rank 16 on every matrix", 1 << 20, true, fits);
 }
 
 TEST(Misfit, SaysWhichLeversWouldFit) {
   EXPECT_EQ(
       what_helps({host(true), ranks(true), adapters(true)}),
       "the same training would fit: optimizer states on the host (offload.optimizer: host, "
-      "3.00 MiB), or twice the ranks (4 ranks, 2.00 MiB); another training would fit: adapters "
-      "alone are trained (LoRA) (rank 16 on every matrix, 1.00 MiB)");
+      "3.00 MiB), or twice the ranks (4 ranks, 2.00 MiB); another training would fit: LoRA adapters "
+      "alone are trained (rank 16 on every matrix, 1.00 MiB)");
   EXPECT_EQ(what_helps({host(false), ranks(true), adapters(false)}),
             "the same training would fit: twice the ranks (4 ranks, 2.00 MiB)");
   EXPECT_EQ(
       what_helps({host(false), adapters(true)}),
-      "another training would fit: adapters alone are trained (LoRA) (rank 16 on every matrix, "
+      "another training would fit: LoRA adapters alone are trained (rank 16 on every matrix, "
       "1.00 MiB)");
 }
 
