@@ -7,8 +7,9 @@
 // Threads without a scope (workers of data loaders, of at::parallel_for) are not counted, unless a
 // ledger was made the default: then they go there, under `other`. CPU backward runs on the calling
 // thread, under its scope, a GPU's on threads of autograd (AutogradScope). Not seen: memory of
-// numpy, shared memory, scratch inside oneDNN and MKL, and growth of tensors that were made before
-// the first Ledger. A forked child's allocations are nobody's until it makes a ledger of its own.
+// numpy, shared memory, scratch that oneDNN and MKL take for themselves, and growth of tensors that
+// were made before the first Ledger. A forked child's allocations are nobody's until it makes a
+// ledger of its own.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -29,6 +29,10 @@ POISE_API plan::Traced trace(const ModelView& model, const SampleLoss& loss,
 // Takes as long as links of trace() say; bytes move as on the device of that name.
 POISE_API plan::Device measured_device(const plan::Device& like);
 
+// What operators of this process take: with as many threads as torch has now; inside a product what
+// one was seen to take.
+POISE_API plan::CpuOperators cpu_operators();
+
 // The job of plan::search for a run of the model: `config` says the precision, the optimizer, the
 // global batch (in samples), the budget, and a stage or a micro-batch where those are fixed. Run
 // are one sample, two, and as many as these say fit well into the budget (64 without one), since

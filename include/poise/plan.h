@@ -100,8 +100,17 @@ struct Shape {
 // On the CPU byte counts are those of torch's CPU operators; on a GPU those of fused attention with
 // the norms as transformers writes them.
 enum class Place { cpu, gpu };
+// What torch's operators on the CPU take beside their results (cpu_operators() in
+// poise/module_plan.h sees it on this machine).
+struct CpuOperators {
+  int threads = 1;
+  // Bytes for each element of a bf16 matrix product: 4 where the processor multiplies bf16 itself
+  // and oneDNN sums in fp32 before it rounds.
+  std::int64_t bf16_product = 0;
+};
 POISE_API Chain chain(const Transformer& model, const Shape& shape,
-                      const config::PrecisionPolicy& precision, Place place, int threads = 1);
+                      const config::PrecisionPolicy& precision, Place place,
+                      const CpuOperators& cpu = {});
 
 // A model that was run with tensors of no memory instead of described: its chain at several
 // micro-batches. At others every figure lies on the line through the two nearest ones; peaks are
@@ -248,7 +257,7 @@ struct Job {
   Machine machine;
   std::int64_t budget = 0;       // bytes per rank; 0: the device's memory less `reserve`
   std::int64_t micro_batch = 0;  // 0: searched
-  int threads = 1;               // of CPU operators
+  CpuOperators cpu;              // where the device is one
   std::vector<int> stages;       // allowed; empty: all
   // Ranks of a group that shards: allowed; empty: all ranks, and those of a node.
   std::vector<int> shard_ranks;

@@ -59,6 +59,7 @@ __all__: list[str] = [
     "from_environment",
     "from_process_group",
     "gpu_reserve",
+    "inside_a_bf16_product",
     "known_devices",
     "list_saves",
     "log_write",
@@ -565,6 +566,10 @@ class PlanJob:
         """
         As `poise plan` reads them; links in GB/s.
         """
+    def run_on_this_cpu(self) -> None:
+        """
+        Operators of a CPU take what they take here.
+        """
     def trace(self, arg0: str, arg1: PlanTraced) -> None: ...
     @property
     def budget(self) -> int: ...
@@ -592,10 +597,6 @@ class PlanJob:
     def stages(self) -> list[int]: ...
     @stages.setter
     def stages(self, arg0: collections.abc.Sequence[typing.SupportsInt]) -> None: ...
-    @property
-    def threads(self) -> int: ...
-    @threads.setter
-    def threads(self, arg0: typing.SupportsInt) -> None: ...
 
 class RunPrediction:
     """
@@ -874,6 +875,11 @@ def from_process_group(
 def gpu_reserve(memory: typing.SupportsInt) -> int:
     """
     Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks that the allocator cannot join.
+    """
+
+def inside_a_bf16_product() -> int:
+    """
+    Bytes for each element that a bf16 matrix product takes on this CPU beside its result.
     """
 
 def known_devices() -> list:

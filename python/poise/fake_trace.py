@@ -3,7 +3,8 @@
 The model's parameters are replaced by fake ones while its loss runs; every storage that an operation
 makes is counted until it is gone, block by block (poise.trace has the blocks' rules). Nothing is
 allocated, and the model may be larger than the machine or on the meta device. Not seen: what an
-operation takes inside (a convolution's workspace, a fused attention's scratch).
+operation takes inside (a convolution's workspace, a fused attention's scratch), but for bf16 matrix
+products of the CPU.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from poise import model_view
-from poise._C import Error
+from poise._C import Error, inside_a_bf16_product
 from poise.fake_offload import Offload
 from poise.trace import Link, Marks
 
 LossOf = Callable[[Any], torch.Tensor]
 CPU = torch.device("cpu")
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_PRODUCTS_OF_BATCHES = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class Untraceable(Error):
@@ -291,6 +294,7 @@ class Counter(TorchDispatchMode):
         if packet is torch.ops.aten.convolution_backward:
             # Copies in the layout of the kernels: not made where tensors have no memory.
             self._peak = max(self._peak, self._now + _bytes(args[0]) + _bytes(args[1]))
+        self._peak = max(self._peak, self._now + self._inside_product(packet, out))
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self._flops += _attention_flops(args[0], args[1])
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -303,6 +307,14 @@ class Counter(TorchDispatchMode):
             ]
             self._moved += sum(_bytes(tensor) for tensor in (*inputs, *outputs))
         return out
+
+    def _inside_product(self, packet: Any, out: Any) -> int:
+        if packet not in _PRODUCTS and packet not in _PRODUCTS_OF_BATCHES:
+            return 0
+        if out.dtype is not torch.bfloat16 or out.device.type != "cpu":
+            return 0
+        each = out.shape[-2] * out.shape[-1] * inside_a_bf16_product()
+        return each if packet in _PRODUCTS else each * min(len(out), torch.get_num_threads())
 
     def _count(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

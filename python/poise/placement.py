@@ -102,7 +102,7 @@ class Task:
         job.global_batch, job.budget = self.global_batch, self.budget
         job.sequence = 1
         job.shard_ranks = [self.shard_ranks or self.ranks]
-        job.threads = torch.get_num_threads()
+        job.run_on_this_cpu()
         return job
 
 

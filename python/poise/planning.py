@@ -254,7 +254,7 @@ def plan(
     job.stages = list(stages)
     job.shard_ranks = [] if shard_ranks is None else [shard_ranks]
     job.micro_batch = micro_batch_size or 0
-    job.threads = torch.get_num_threads()
+    job.run_on_this_cpu()
     if memory_budget is not None:
         job.budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if offload is not None:

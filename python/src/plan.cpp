@@ -9,6 +9,7 @@
 
 #include "poise/cli.h"
 #include "poise/error.h"
+#include "poise/module_plan.h"
 #include "poise/plan.h"
 
 namespace py = pybind11;
@@ -233,9 +234,14 @@ void bind_job(py::module_& module) {
       .def_readwrite("global_batch", &Job::global_batch)
       .def_readwrite("micro_batch", &Job::micro_batch)
       .def_readwrite("budget", &Job::budget)
-      .def_readwrite("threads", &Job::threads)
+      .def(
+          "run_on_this_cpu", [](Job& job) { job.cpu = cpu_operators(); },
+          "Operators of a CPU take what they take here.")
       .def_readwrite("stages", &Job::stages)
       .def_readwrite("shard_ranks", &Job::shard_ranks);
+  module.def(
+      "inside_a_bf16_product", [] { return cpu_operators().bf16_product; },
+      "Bytes for each element that a bf16 matrix product takes on this CPU beside its result.");
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("plan_search", &plan::search, py::arg("job"), Release());
   module.def("plan_levers", &plan::levers, py::arg("job"), Release());

@@ -1,8 +1,6 @@
 // What a file asks of the planner, and what the planner gives back to the run.
 #include "cli/run_plan.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -13,6 +11,7 @@
 #include "poise/cli.h"
 #include "poise/error.h"
 #include "poise/memory.h"
+#include "poise/module_plan.h"
 
 namespace poise::cli {
 namespace {
@@ -88,7 +87,7 @@ plan::Job job_of(const Config& config, plan::Machine machine) {
   if (group > 0 && job.machine.ranks > 1) job.shard_ranks = {group};
   job.offloads = {config.offload};
   job.activations_of = activations_of(config, config.model.layers);
-  job.threads = at::get_num_threads();
+  job.cpu = cpu_operators();
   const auto ranks = job.machine.ranks;
   job.global_batch = config.batch.global_batch_size;
   if (job.global_batch == 0) {
@@ -118,7 +117,7 @@ plan::Plan as_written(const Config& config, const plan::Job& job) {
   const auto widths = plan::widths(config.precision, config.optimizer, choice.gradient_dtype);
   const auto chain =
       plan::chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
-                  config.precision, job.machine.device.place, job.threads);
+                  config.precision, job.machine.device.place, job.cpu);
   written.memory = plan::memory(chain, choice, widths);
   written.time = plan::time(chain, choice, widths, config.precision, job.machine,
                             choice.micro_batch * job.sequence);

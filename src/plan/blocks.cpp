@@ -19,6 +19,9 @@ std::int64_t attention_scratch(const Sizes& s, bool backward) {
   return 4 * s.threads * (query * keys + 2 * query + query * head);
 }
 
+// What a matrix product takes inside, beside its result of `bytes`.
+std::int64_t inside(const Sizes& s, std::int64_t bytes) { return s.product * (bytes / s.e); }
+
 // What leaves is in memory until it is out: two tensors on their way (`leaving`); for backward
 // others come before they are needed. `bare`: a forward that keeps nothing.
 Pass away(const Pass& kept, std::int64_t bare, std::int64_t stays, std::int64_t largest) {
@@ -33,60 +36,89 @@ Pass away(const Pass& kept, std::int64_t bare, std::int64_t stays, std::int64_t 
   return pass;
 }
 
-// The sizes of a GELU block's tensors.
+// The sizes of a GELU block's tensors. Under autocast the residual stream and what norms make stay
+// in fp32 (`r`), and products take 16-bit copies of them; elsewhere the two are one.
 struct Gelu {
-  std::int64_t x, qkv, ffn, stats, lse, w_qkv, w_proj, w_mlp, vector;
+  std::int64_t r, x, copy, qkv, ffn, stats, lse;
+  std::int64_t w_qkv, w_proj, w_mlp, vector;  // gradients as products make them
+  std::int64_t as_qkv, as_proj, as_mlp;       // and as the parameters have them, if otherwise
+  std::int64_t in_x, in_qkv, in_ffn, in_w_qkv, in_w_proj, in_w_mlp;  // inside the products
   explicit Gelu(const Sizes& s)
-      : x(s.tokens * s.width * s.e),
+      : r(s.tokens * s.width * s.residual_e),
+        x(s.tokens * s.width * s.e),
+        copy(s.mixed() ? x : 0),
         qkv(3 * x),
         ffn(s.tokens * s.ffn * s.e),
         stats(2 * s.tokens * 4),
         lse(s.tokens * s.heads * 4),
-        w_qkv(3 * s.width * s.width * s.weight_e),
-        w_proj(s.width * s.width * s.weight_e),
-        w_mlp(s.width * s.ffn * s.weight_e),
-        vector(s.width * s.weight_e) {}
+        w_qkv(3 * s.width * s.width * s.e),
+        w_proj(s.width * s.width * s.e),
+        w_mlp(s.width * s.ffn * s.e),
+        vector(s.width * s.weight_e),
+        as_qkv(s.mixed() ? w_qkv / s.e * s.weight_e : 0),
+        as_proj(s.mixed() ? w_proj / s.e * s.weight_e : 0),
+        as_mlp(s.mixed() ? w_mlp / s.e * s.weight_e : 0),
+        in_x(inside(s, x)),
+        in_qkv(inside(s, qkv)),
+        in_ffn(inside(s, ffn)),
+        in_w_qkv(inside(s, w_qkv)),
+        in_w_proj(inside(s, w_proj)),
+        in_w_mlp(inside(s, w_mlp)) {}
+  // What a norm made, where its copy is what stays.
+  std::int64_t made() const { return copy > 0 ? r : 0; }
   // Input, two norms' outputs and statistics, qkv, attention, the residual, both halves of the MLP.
-  std::int64_t saved() const { return 2 * x + qkv + lse + 3 * x + 2 * stats + 2 * ffn; }
+  std::int64_t saved() const { return 2 * r + qkv + lse + 3 * x + 2 * stats + 2 * ffn; }
 };
 
 // Forward that keeps what backward needs. Ends with the input of the next link beside it.
 void forward(Tape& t, const Gelu& g, const Sizes& s) {
-  t.take(g.x + g.stats).take(g.qkv);  // norm, qkv
+  t.take(g.r + g.stats).take(g.copy).take(g.qkv).pass(g.in_qkv);  // norm, qkv
   t.take(g.x + g.lse).pass(attention_scratch(s, false));
-  t.take(g.x).take(g.x).give(g.x);                // projection, residual
-  t.take(g.x + g.stats).take(g.ffn).take(g.ffn);  // norm, first half, GELU
+  t.take(g.x).pass(g.in_x).give(g.made()).take(g.r).give(g.x);  // projection, residual
+  t.take(g.r + g.stats).take(g.copy).take(g.ffn).pass(g.in_ffn).give(g.made());
+  t.take(g.ffn);  // norm, first half, GELU
 }
 
-// From everything saved and the gradient of the output to the gradient of the input.
-void backward(Tape& t, const Gelu& g, const Sizes& s) {
-  t.take(g.ffn).take(g.w_mlp).give(g.ffn).take(g.vector).give(g.w_mlp + g.vector);
+// From everything saved and the gradient of the output to the gradient of the input. `copy`: the
+// gradient as the product's result has it. An operation keeps what forward saved until the sum over
+// its bias is made, and no longer than it reads it where that was made `again`.
+void backward(Tape& t, const Gelu& g, const Sizes& s, bool again) {
+  t.take(g.copy).take(g.ffn).pass(g.in_ffn).take(g.w_mlp).pass(g.in_w_mlp);
+  t.pass(again ? 0 : g.vector).give(g.ffn).pass(g.as_mlp).give(g.w_mlp).give(g.copy);
   t.take(g.ffn).give(2 * g.ffn);  // GELU: gradient in, what was saved and gradient
-  t.take(g.x).take(g.w_mlp).give(g.x).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
-  t.take(g.x + 2 * g.vector).give(g.x + g.stats).give(2 * g.vector).give(g.x).give(g.x);
-  t.take(g.x).take(g.w_proj).give(g.w_proj);  // projection
+  t.take(g.x).pass(g.in_x).take(g.w_mlp).pass(g.in_w_mlp);
+  t.give(g.x).pass(g.as_mlp).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
+  t.take(g.made()).give(g.copy);
+  t.take(g.r + 2 * g.vector).give(g.r + g.stats).give(2 * g.vector).give(g.r).give(g.r);
+  t.take(g.copy).take(g.x).pass(g.in_x);  // projection
+  t.take(g.w_proj).pass(g.in_w_proj).pass(g.as_proj).give(g.w_proj).give(g.copy);
   t.take(3 * g.x).pass(attention_scratch(s, true)).give(g.lse + g.qkv + g.x).give(g.x);
   t.take(g.qkv).give(g.x);  // each of q, k and v into a whole gradient
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv);  // laid out as qkv was
-  t.take(g.x).take(g.w_qkv).give(g.x).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
-  t.take(g.x + 2 * g.vector).give(2 * g.vector).give(g.x + g.stats);
+  t.take(g.x).pass(g.in_x).take(g.w_qkv).pass(g.in_w_qkv).give(g.x);
+  t.pass(g.as_qkv).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
+  t.take(g.made()).give(g.copy);
+  t.take(g.r + 2 * g.vector).give(2 * g.vector).give(g.r + g.stats);
 }
 
 // Nothing is kept: temporaries go when their caller does.
 std::int64_t bare_forward_peak(const Gelu& g, const Sizes& s) {
-  Tape t(g.x);
-  t.take(g.x + g.stats).give(g.stats).take(g.qkv).take(g.x + g.lse);
-  t.pass(attention_scratch(s, false)).give(g.lse).take(g.x).give(g.qkv + 2 * g.x);
-  t.take(g.x).give(g.x);
-  t.take(g.x).take(g.ffn).give(g.x).take(g.ffn).give(g.ffn).take(g.x).give(g.ffn);
-  t.take(g.x);
+  Tape t(g.r);
+  t.take(g.r + g.stats).give(g.stats).take(g.copy).take(g.qkv).pass(g.in_qkv).give(g.copy);
+  t.take(g.x + g.lse).pass(attention_scratch(s, false)).give(g.lse);
+  t.take(g.x).pass(g.in_x).give(g.qkv + g.x + g.r);
+  t.take(g.r).give(g.x);
+  t.take(g.r).take(g.copy).take(g.ffn).pass(g.in_ffn).give(g.copy).give(g.r);
+  t.take(g.ffn).give(g.ffn);
+  t.take(g.x).pass(g.in_x).give(g.ffn);
+  t.take(g.r);
   return t.peak();
 }
 
 // Selective: outputs of the linear layers and of attention stay, with the input.
-std::int64_t marked(const Gelu& g) { return g.x + g.qkv + g.x + g.lse + 2 * g.x + g.ffn; }
+std::int64_t marked(const Gelu& g) { return g.r + g.qkv + g.x + g.lse + 2 * g.x + g.ffn; }
 
 }  // namespace
 
@@ -94,24 +126,24 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   const Gelu g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.x);
+    Tape f(g.r);
     forward(f, g, s);
-    f.take(g.x).take(g.x);  // second half, residual
+    f.take(g.x).pass(g.in_x).take(g.r);  // second half, residual
     pass.saved = g.saved();
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.x);
-    backward(b, g, s);
+    Tape b(g.saved() + g.r);
+    backward(b, g, s, false);
     pass.backward_peak = b.peak();
     return pass;
   }
-  const auto kept = mode == Recompute::selective ? marked(g) : g.x;
+  const auto kept = mode == Recompute::selective ? marked(g) : g.r;
   pass.saved = kept;
-  pass.forward_peak = bare_forward_peak(g, s) + kept - g.x;
+  pass.forward_peak = bare_forward_peak(g, s) + kept - g.r;
   // What is recomputed is not allocated twice where it stayed.
-  Tape b(g.x + kept);
-  Tape again(g.x + g.x);
+  Tape b(g.r + kept);
+  Tape again(g.r + g.r);
   forward(again, g, s);
-  backward(again, g, s);
+  backward(again, g, s, true);
   const auto twice = mode == Recompute::selective ? g.x : 0;  // outputs that no backward reads
   b.take(std::max<std::int64_t>(0, again.peak() - b.now()) + twice);
   pass.backward_peak = b.peak();
@@ -122,7 +154,7 @@ Pass gelu_block_away(const Sizes& s, Recompute mode) {
   const Gelu g(s);
   const auto kept = gelu_block(s, mode);
   const auto bare = bare_forward_peak(g, s);
-  if (mode == Recompute::whole) return away(kept, bare, 0, g.x);
+  if (mode == Recompute::whole) return away(kept, bare, 0, g.r);
   // q, k and v are pieces of one tensor, which do not travel; rows' statistics are too small.
   return away(kept, bare, g.qkv + g.lse + 2 * g.stats, g.ffn);
 }
@@ -131,6 +163,7 @@ namespace {
 
 struct Gated {
   std::int64_t x, norm, norm_kept, q, kv, ffn, lse, w_qo, w_mlp;
+  std::int64_t in_x, in_q, in_kv, in_ffn, in_w_qo, in_w_mlp;  // inside the products
   explicit Gated(const Sizes& s)
       : x(s.tokens * s.width * s.e),
         // In fp32 (x and x times the root), in the model's type (before the weight, after it).
@@ -141,38 +174,48 @@ struct Gated {
         ffn(s.tokens * s.ffn * s.e),
         lse(s.tokens * s.heads * 4),
         w_qo(s.width * s.query * s.weight_e),
-        w_mlp(s.width * s.ffn * s.weight_e) {}
+        w_mlp(s.width * s.ffn * s.weight_e),
+        in_x(inside(s, x)),
+        in_q(inside(s, q)),
+        in_kv(inside(s, kv)),
+        in_ffn(inside(s, ffn)),
+        in_w_qo(inside(s, s.width * s.query * s.e)),
+        in_w_mlp(inside(s, s.width * s.ffn * s.e)) {}
   // Two norms; rotated q, k and v; attention's output; gate, its SiLU, up and their product.
   std::int64_t saved() const { return x + 2 * norm_kept + q + 2 * kv + q + lse + 4 * ffn; }
 };
 
 void forward(Tape& t, const Gated& g) {
   t.take(g.norm).give(g.norm - g.norm_kept);
-  t.take(g.q + 2 * g.kv).take(g.q + g.kv).give(g.q + g.kv);  // projected, rotated
-  t.take(g.q + g.lse).take(g.x).take(g.x).give(g.x);         // attention, projection, residual
+  t.take(g.q).pass(g.in_q).take(2 * g.kv).pass(g.in_kv);           // projected
+  t.take(g.q + g.kv).give(g.q + g.kv);                             // rotated
+  t.take(g.q + g.lse).take(g.x).pass(g.in_x).take(g.x).give(g.x);  // attention, residual
   t.take(g.norm).give(g.norm - g.norm_kept);
-  t.take(g.ffn).take(g.ffn).take(g.ffn).take(g.ffn);
+  t.take(g.ffn).pass(g.in_ffn).take(g.ffn).take(g.ffn).pass(g.in_ffn).take(g.ffn);
 }
 
 void backward(Tape& t, const Gated& g) {
-  t.take(g.ffn).take(g.w_mlp).give(g.w_mlp + g.ffn);  // down: its input goes
-  t.take(2 * g.ffn).give(3 * g.ffn);                  // product
-  t.take(g.x).pass(g.w_mlp).give(g.ffn);              // up
-  t.take(g.ffn).give(2 * g.ffn).take(g.x).pass(g.w_mlp).give(g.ffn).give(g.x);  // SiLU, gate
+  t.take(g.ffn).pass(g.in_ffn).take(g.w_mlp).pass(g.in_w_mlp);
+  t.give(g.w_mlp + g.ffn);                                          // down: its input goes
+  t.take(2 * g.ffn).give(3 * g.ffn);                                // product
+  t.take(g.x).pass(g.in_x).pass(g.w_mlp + g.in_w_mlp).give(g.ffn);  // up
+  t.take(g.ffn).give(2 * g.ffn);                                    // SiLU
+  t.take(g.x).pass(g.in_x).pass(g.w_mlp + g.in_w_mlp).give(g.ffn).give(g.x);  // gate
   t.take(g.norm).give(g.norm).give(g.norm_kept);
-  t.take(g.q).pass(g.w_qo);
+  t.take(g.q).pass(g.in_q).pass(g.w_qo + g.in_w_qo);
   t.take(g.q + 2 * g.kv).give(2 * g.q + g.lse + g.q + 2 * g.kv - g.q);
   t.take(g.q + g.kv).give(g.q + g.kv);
-  t.take(g.x).take(g.x).pass(g.w_qo).give(g.x).give(g.q + 2 * g.kv);
+  t.take(g.x).take(g.x).pass(g.in_x).pass(g.w_qo + g.in_w_qo).give(g.x).give(g.q + 2 * g.kv);
   t.take(g.norm).give(g.norm).give(g.norm_kept);
 }
 
 std::int64_t bare_forward_peak(const Gated& g) {
   Tape attention(g.x + g.x);
-  attention.pass(g.norm).take(g.x).take(g.q + 2 * g.kv).take(g.q + g.kv).give(g.q + g.kv);
-  attention.take(g.q + g.lse).take(g.x);
+  attention.pass(g.norm).take(g.x).take(g.q).pass(g.in_q).take(2 * g.kv).pass(g.in_kv);
+  attention.take(g.q + g.kv).give(g.q + g.kv);
+  attention.take(g.q + g.lse).take(g.x).pass(g.in_x);
   Tape mlp(g.x + g.x);
-  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).take(g.ffn);
+  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).take(g.ffn).pass(g.in_ffn);
   return std::max(attention.peak(), mlp.peak());
 }
 
@@ -214,8 +257,8 @@ Pass gated_block_away(const Sizes& s, Recompute mode) {
 }
 
 Pass embedding(const Sizes& s, bool positions) {
-  const auto x = s.tokens * s.width * s.e;
-  const auto row = positions ? s.sequence * s.width * s.e : 0;
+  const auto x = s.tokens * s.width * s.residual_e;
+  const auto row = positions ? s.sequence * s.width * s.residual_e : 0;
   const auto indices = positions ? s.sequence * 8 : 0;
   const auto table = s.vocabulary * s.width * s.weight_e;
   Pass pass;
@@ -226,11 +269,13 @@ Pass embedding(const Sizes& s, bool positions) {
 }
 
 Pass head(const Sizes& s, bool fused_norm) {
-  const auto x = s.tokens * s.width * s.e;
+  const auto r = s.tokens * s.width * s.residual_e, x = s.tokens * s.width * s.e;
   const auto norm_kept =
       fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x;
   const auto norm_work = fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (8 + 2 * s.e);
-  const auto table = s.vocabulary * s.width * s.weight_e;
+  const auto table = s.vocabulary * s.width * s.e;  // its gradient as the product makes it
+  const auto as_table = s.mixed() ? s.vocabulary * s.width * s.weight_e : 0;
+  const auto copy = s.mixed() ? table : 0;  // of the weight, from forward to backward
   const auto logits = s.tokens * s.vocabulary;
   Pass pass;
   if (s.chunk > 0) {
@@ -238,17 +283,20 @@ Pass head(const Sizes& s, bool fused_norm) {
     const auto part = rows * s.vocabulary * 4;
     const auto low = s.e == 4 ? 0 : rows * s.vocabulary * s.e;
     const auto sums = s.vocabulary * s.width * 4;
-    pass.saved = x + norm_kept;
-    pass.forward_peak = x + norm_work + 2 * part + low;
+    pass.saved = r + norm_kept;
+    pass.forward_peak = r + norm_work + copy + 2 * part + low;
     pass.backward_peak = pass.saved + x + sums + 2 * part + low + rows * s.width * s.e +
-                         (s.weight_e == 4 ? 0 : table);
+                         (s.weight_e == 4 ? copy : table) + inside(s, table);
     return pass;
   }
   const auto cast = s.e == 4 ? 0 : logits * s.e;  // of the logits to fp32
-  pass.saved = x + norm_kept + 4 * logits;
-  pass.forward_peak = x + norm_kept + 8 * logits + cast;
-  pass.backward_peak =
-      pass.saved + std::max(8 * logits, 4 * logits + cast + x + table) + (s.e == 4 ? 0 : 8);
+  const auto kept = r + norm_kept + copy;
+  pass.saved = kept + 4 * logits;
+  pass.forward_peak = kept + 8 * logits + cast;
+  // The log-softmax and two gradients of it; then it is gone, and a cast gradient replaces them.
+  const auto gradient = s.e == 4 ? 4 * logits : cast + 8;
+  const auto product = std::max(inside(s, x), table + std::max(inside(s, table), as_table));
+  pass.backward_peak = kept + std::max(12 * logits, gradient + x + product);
   return pass;
 }
 

@@ -9,13 +9,17 @@ namespace poise::plan {
 struct Sizes {
   std::int64_t tokens = 0;  // micro-batch x sequence
   std::int64_t sequence = 0;
-  std::int64_t e = 4;         // bytes of an activation
-  std::int64_t weight_e = 4;  // bytes of a weight's gradient as backward makes it
+  std::int64_t e = 4;           // bytes of an activation
+  std::int64_t residual_e = 4;  // of one of the residual stream: fp32 under autocast
+  std::int64_t weight_e = 4;    // bytes of a weight's gradient as backward makes it
   std::int64_t width = 0, query = 0, kv = 0, ffn = 0, heads = 0, vocabulary = 0;
   std::int64_t batch = 0;
   std::int64_t chunk = 0;  // tokens of the chunked loss head; 0: whole logits
   int threads = 1;
+  std::int64_t product = 0;  // bytes that a matrix product takes inside, for each element of it
   Place place = Place::cpu;
+
+  bool mixed() const { return residual_e != e; }
 };
 
 // x + attention(norm(x)), then x + mlp(norm(x)): layer norms, biases, GELU.

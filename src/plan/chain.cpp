@@ -11,14 +11,22 @@ std::int64_t padded(std::int64_t elements) {
   return (elements + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+// Whether autocast makes 16-bit copies of fp32 parameters.
+bool casts(const config::PrecisionPolicy& precision) {
+  return precision.dtype != config::DType::fp32 && precision.autocast &&
+         precision.parameters == config::DType::fp32;
+}
+
 Sizes sizes_of(const Transformer& m, const Shape& shape, const config::PrecisionPolicy& precision,
-               Place place, int threads) {
+               Place place, const CpuOperators& cpu) {
   const auto head = m.head_width > 0 ? m.head_width : m.width / m.heads;
   Sizes s;
   s.batch = shape.micro_batch;
   s.sequence = shape.sequence;
   s.tokens = shape.micro_batch * shape.sequence;
   s.e = precision.dtype == config::DType::fp32 ? 4 : 2;
+  const bool mixed = casts(precision) && m.mlp == Mlp::gelu;
+  s.residual_e = mixed ? 4 : s.e;
   s.weight_e = precision.parameters == config::DType::fp32 ? 4 : 2;
   s.width = m.width;
   s.query = m.heads * head;
@@ -27,7 +35,8 @@ Sizes sizes_of(const Transformer& m, const Shape& shape, const config::Precision
   s.heads = m.heads;
   s.vocabulary = m.vocabulary;
   s.chunk = shape.loss_chunk_tokens;
-  s.threads = threads;
+  s.threads = cpu.threads;
+  if (place == Place::cpu && precision.dtype == config::DType::bf16) s.product = cpu.bf16_product;
   s.place = place;
   return s;
 }
@@ -107,16 +116,14 @@ Link block_link(const Transformer& m, const Sizes& s) {
 }  // namespace
 
 Chain chain(const Transformer& m, const Shape& shape, const config::PrecisionPolicy& precision,
-            Place place, int threads) {
+            Place place, const CpuOperators& cpu) {
   check(m);
   if (shape.micro_batch < 1 || shape.sequence < 1) {
     fail("plan", "a micro-batch of ", shape.micro_batch, " sequences of ", shape.sequence,
          " tokens; give at least 1 of each");
   }
-  const auto s = sizes_of(m, shape, precision, place, threads);
+  const auto s = sizes_of(m, shape, precision, place, cpu);
   const auto block = count_block(m, s);
-  const bool casts = precision.dtype != config::DType::fp32 && precision.autocast &&
-                     precision.parameters == config::DType::fp32;
   Chain chain;
   Link in;
   in.name = "the embedding";
@@ -124,7 +131,7 @@ Chain chain(const Transformer& m, const Shape& shape, const config::PrecisionPol
   in.away = in.passes;
   chain.links.push_back(in);
   auto link = block_link(m, s);
-  link.casts = casts ? 2 * block.matrices : 0;
+  link.casts = casts(precision) ? 2 * block.matrices : 0;
   for (std::int64_t i = 0; i < m.layers; ++i) {
     link.name = join("block ", i);
     link.flat = static_cast<int>(i);

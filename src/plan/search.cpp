@@ -326,7 +326,7 @@ class Search {
 Chain chain(const Job& job, const Choice& choice) {
   if (job.traced) return chain(*job.traced, choice.micro_batch);
   return chain(job.model, {choice.micro_batch, job.sequence, choice.loss_chunk_tokens},
-               job.precision, job.machine.device.place, job.threads);
+               job.precision, job.machine.device.place, job.cpu);
 }
 
 Widths widths(const Job& job) {
