@@ -64,14 +64,17 @@ void Accumulators::send(Room& room) {
   kept_[static_cast<std::size_t>(room.flat)] = 1;
 }
 
-// A transfer that failed leaves nothing that could be read.
+// A transfer that failed leaves nothing that could be read. After an interrupt it goes on, and is
+// still to be waited for: it would come into what the room holds by then.
 void Accumulators::wait_for(Room& room) {
   try {
-    std::exchange(room.moved, {}).synchronize();
+    room.moved.synchronize();
   } catch (...) {
     room.flat = -1;
+    if (room.moved.done()) room.moved = {};
     throw;
   }
+  room.moved = {};
 }
 
 void Accumulators::expect(int flat) {
@@ -92,7 +95,8 @@ void Accumulators::settle() {
 void Accumulators::forget() noexcept {
   for (auto& room : rooms_) {
     try {
-      std::exchange(room.moved, {}).synchronize();
+      // An interrupt would not end the transfer.
+      std::exchange(room.moved, {}).synchronize_on_worker();
     } catch (...) {
       // What could not be moved is not wanted; who needed it has heard of it.
     }
