@@ -245,7 +245,7 @@ TEST(Faults, DeathAtEveryCall) {
 class SeveralFiles : public ::testing::TestWithParam<Fault> {
  protected:
   void SetUp() override {
-    if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+    if (!memory.is_there()) GTEST_SKIP() << "no room in /dev/shm";
     at::set_num_threads(2);
   }
   void TearDown() override { at::set_num_threads(threads); }
@@ -294,7 +294,7 @@ class SeveralFiles : public ::testing::TestWithParam<Fault> {
   }
 
   const int threads = at::get_num_threads();
-  const testing::FolderInMemory memory;
+  const testing::FolderInMemory memory{120 << 20};  // bytes: three saves
 };
 
 TEST_P(SeveralFiles, FailAtEveryFifthCall) {

@@ -17,6 +17,8 @@ namespace {
 
 using testing::TempFolder;
 
+constexpr std::int64_t kSmallSaves = 48 << 20, kThreeSaves = 150 << 20;  // bytes in memory
+
 // Values that are large enough to be written apart, between small ones.
 struct Trained {
   std::vector<at::Tensor> weights;
@@ -45,8 +47,8 @@ struct Trained {
 };
 
 TEST(Shard, IsTheSameFromTilesAndFromWhereItsValuesLie) {
-  const testing::FolderInMemory memory;
-  if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+  const testing::FolderInMemory memory(kSmallSaves);
+  if (!memory.is_there()) GTEST_SKIP() << "no room in /dev/shm";
   const TempFolder disk;
   Trained waits(false), goes_on(true);
   waits.engine->save(memory.path(), {.name = "in_place"});
@@ -67,7 +69,7 @@ TEST(Shard, IsTheSameFromTilesAndFromWhereItsValuesLie) {
 class ShardOfSeveralFiles : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+    if (!memory.is_there()) GTEST_SKIP() << "no room in /dev/shm";
     at::set_num_threads(2);
   }
   void TearDown() override { at::set_num_threads(threads); }
@@ -76,7 +78,7 @@ class ShardOfSeveralFiles : public ::testing::Test {
   }
 
   const int threads = at::get_num_threads();
-  const testing::FolderInMemory memory;
+  const testing::FolderInMemory memory{kThreeSaves};
   // 44 MiB with moments; 22 and more in the first tensors.
   Trained run{false, {9, 1'900'000, 5, 900'000, 1'000'001, 3}};
 };
@@ -154,8 +156,8 @@ TEST(Shard, IsCopiedFromAnywhereToAnywhere) {
 
 // Ctrl-C while values are written from where they lie, and may change from then on: no save.
 TEST(Shard, ThatIsInterruptedIsNoSave) {
-  const testing::FolderInMemory memory;
-  if (!memory.is_there()) GTEST_SKIP() << "no /dev/shm here";
+  const testing::FolderInMemory memory(kSmallSaves);
+  if (!memory.is_there()) GTEST_SKIP() << "no room in /dev/shm";
   Trained run(false);
   run.engine->save(memory.path());
   run.step();

@@ -1,9 +1,12 @@
-// A folder in memory, which the system copies to; tests are skipped where there is none.
+// A folder in memory, which the system copies to; tests are skipped where there is none, or not as
+// much of it as they need: containers have 64 MB by default.
 #pragma once
 
 #include <stdlib.h>
 
+#include <cstdint>
 #include <string>
+#include <utility>
 
 #include "state/files.h"
 
@@ -11,8 +14,12 @@ namespace poise::testing {
 
 class FolderInMemory {
  public:
-  FolderInMemory() {
-    if (::mkdtemp(path_.data()) == nullptr) path_.clear();
+  explicit FolderInMemory(std::int64_t bytes) {
+    if (::mkdtemp(path_.data()) == nullptr) {
+      path_.clear();
+    } else if (state::free_bytes(path_) < bytes) {
+      state::remove_tree(std::exchange(path_, {}));
+    }
   }
   ~FolderInMemory() {
     if (!path_.empty()) state::remove_tree(path_);
