@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "comm/apart.h"
 #include "comm/backend.h"
 #include "comm/beat.h"
 #include "comm/launch.h"
@@ -46,9 +47,29 @@ bool all_have_their_own(std::vector<std::string> gpus, const Launch& launch) {
        " while the ranks met: ", c10d_calls::message_of(error), "; look at the output of rank 0");
 }
 
+// What is thrown where this is called, an interrupt too.
+std::string reason() {
+  try {
+    throw;
+  } catch (const Interrupted& interrupted) {
+    return join("ended by signal ", interrupted.signal);
+  } catch (const std::exception& error) {
+    return c10d_calls::message_of(error);
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
 // The others would wait for this rank.
-void publish(Watch& watch, int rank, const Error& error) {
-  watch.publish(join("[comm] ", watch.name_of(rank), " ended the group: ", error.what()));
+void publish(Watch& watch, int rank, const std::string& why) {
+  watch.publish(join("[comm] ", watch.name_of(rank), " ended the group: ", why));
+}
+
+// Throws c10::Error where the store is lost; one that does not answer may be there.
+void look_for(const c10d_calls::StorePtr& store) {
+  auto answer = apart([store] { return store->check({"roll"}); });
+  const auto waited = answer.wait_for(WatchSettings().answer);
+  if (waited == std::future_status::ready) answer.get();
 }
 
 // Says to all which process this rank is and which GPU it has, in two lines; hands back what all
@@ -64,13 +85,16 @@ std::vector<std::string> call_roll(const Launch& launch, std::chrono::millisecon
   try {
     const auto gpu = gpu_of(launch);
     const auto mine = join(own_name(), '\n', gpu ? nccl_device_id(*gpu) : kNone);
-    return roll_call(*store, launch, mine, timeout, check);
+    return roll_call(store, launch, mine, timeout, check);
   } catch (const c10::Error& error) {
     if (first_came) lost_store(launch, error);
     throw;
   } catch (const Error& error) {
-    if (!first_came) store->check({"roll"});  // a lost store has an error of its own
-    publish(*watch, launch.rank, error);
+    if (!first_came) look_for(store);  // a lost one has an error of its own
+    publish(*watch, launch.rank, error.what());
+    throw;
+  } catch (...) {
+    publish(*watch, launch.rank, reason());
     throw;
   }
 }
@@ -185,17 +209,33 @@ c10d_calls::BackendPtr make_backend(const Met& met, const Peers& peers, Watch& w
     return make_gloo(peers.store, peers.rank, peers.size, own_address(met.launch), timeout, check);
   } catch (const c10::Error& error) {
     lost_store(met.launch, error);
-  } catch (const Error& error) {
-    publish(watch, peers.rank, error);
-    throw;
   }
 }
 
-std::shared_ptr<Group> make_group(const Met& met, Members members, const Options& options) {
+std::shared_ptr<Group> make_group(const Met& met, Members& members, const Options& options) {
   auto& [peers, seat] = members;
   if (peers.size == 1) return one_rank(peers.device);
   peers.backend = make_backend(met, peers, *seat.watch, options.timeout);
   return group_of(peers, std::move(seat), options);
+}
+
+std::vector<std::shared_ptr<Group>> make_groups(const Met& met, const std::vector<Part>& parts,
+                                                const Options& options) {
+  std::vector<Members> members;
+  std::vector<std::shared_ptr<Group>> groups;
+  try {
+    for (const auto& part : parts) members.push_back(seat_of(met, part));
+    for (auto& part : members) groups.push_back(make_group(met, part, options));
+  } catch (...) {
+    // Some wait for this rank in the groups that it has made, others in those that come next.
+    const auto why = reason();
+    for (const auto& part : members) {
+      if (part.seat.watch) publish(*part.seat.watch, part.peers.rank, why);
+    }
+    for (const auto& group : groups) group->abort(why);
+    throw;
+  }
+  return groups;
 }
 
 std::shared_ptr<Group> alone(const std::optional<Launch>& launch) {
@@ -220,10 +260,7 @@ Ranks ranks_from_environment(int shard_size, Options options) {
   }
   if (size == 1) return {alone(launch), {}, {}};
   const auto met = meet_peers(*launch, options.timeout);
-  std::vector<Members> members;
-  for (const auto& part : parts_of(*launch, shard_size)) members.push_back(seat_of(met, part));
-  std::vector<std::shared_ptr<Group>> groups;
-  for (auto& part : members) groups.push_back(make_group(met, std::move(part), options));
+  auto groups = make_groups(met, parts_of(*launch, shard_size), options);
   groups.resize(3);
   return {groups[0], groups[1], groups[2]};
 }

@@ -10,7 +10,8 @@
 namespace poise::comm {
 
 // `address`: of this machine, where its peers find it. GLOO_SOCKET_IFNAME names an interface
-// instead. `check` is called while it waits for peers, and ends that by what it throws.
+// instead. `check` is called while it waits for peers, and ends that by what it throws. Throws
+// c10::Error where the store is lost.
 c10d_calls::BackendPtr make_gloo(
     const c10d_calls::StorePtr& store, int rank, int size, const std::string& address,
     std::chrono::milliseconds timeout, std::function<void()> check = [] {});

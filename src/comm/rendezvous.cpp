@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/apart.h"
 #include "poise/error.h"
 #include "poise/interrupt.h"
 
@@ -82,19 +83,23 @@ c10d_calls::StorePtr open_store(const Launch& launch, milliseconds timeout) {
 c10d_calls::StorePtr meet(const Launch& launch, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const bool hosts = launch.rank == 0 && !launch.store_runs;
-  // torch's own wait for a listener could not be interrupted.
-  while (!hosts && !Connection(launch, SOCK_STREAM).made()) {
-    if (Clock::now() >= deadline) {
+  const auto look = [&] {
+    if (!hosts && Clock::now() >= deadline) {
       fail("comm", "rank ", launch.rank, " waited ", static_cast<double>(timeout.count()) / 1000,
            " s for rank 0 at ", launch.address, ":", launch.port,
            "; start it, or check MASTER_ADDR and MASTER_PORT");
     }
     check_interrupt();
+  };
+  // torch's own waits for a listener and for its answers could not be interrupted.
+  while (!hosts && !Connection(launch, SOCK_STREAM).made()) {
+    look();
     std::this_thread::sleep_for(milliseconds(100));
   }
-  const auto store = open_store(launch, timeout);
+  const auto store = answer_of([launch, timeout] { return open_store(launch, timeout); }, look);
   const std::string launches = join("poise/launch/", launch.attempt);
-  const auto before = store->add(join(launches, "/rank/", launch.rank), 1) - 1;
+  const auto own = join(launches, "/rank/", launch.rank);
+  const auto before = answer_of([store, own] { return store->add(own, 1); }, look) - 1;
   return c10::make_intrusive<::c10d::PrefixStore>(join(launches, '/', before), store);
 }
 
@@ -104,25 +109,35 @@ std::unique_ptr<Watch> watch_meeting(const c10d_calls::StorePtr& store, const La
                                  WatchSettings());
 }
 
-std::vector<std::string> roll_call(::c10d::Store& store, const Launch& launch,
+std::vector<std::string> roll_call(const c10d_calls::StorePtr& store, const Launch& launch,
                                    const std::string& text, milliseconds timeout,
                                    const std::function<void()>& check) {
+  const auto look = [&] {
+    check_interrupt();
+    check();
+  };
+  // A host that was stopped does not answer, and `check` is to be heard all the same.
+  const auto ask = [&](auto question) {
+    return answer_of([store, question] { return question(*store); }, look);
+  };
   const auto key = [](int rank) { return join("roll/", rank); };
-  store.set(key(launch.rank), join(launch.size, '\n', text));
+  ask([key = key(launch.rank), said = join(launch.size, '\n', text)](::c10d::Store& roll) {
+    roll.set(key, said);
+  });
   const auto deadline = Clock::now() + timeout;
   std::vector<std::string> texts;
   for (int rank = 0; rank < launch.size; ++rank) {
-    while (!store.check({key(rank)})) {
+    const auto one = key(rank);
+    while (!ask([one](::c10d::Store& roll) { return roll.check({one}); })) {
       if (Clock::now() >= deadline) {
         fail("comm", "rank ", rank, " of ", launch.size, " did not come within ",
              static_cast<double>(timeout.count()) / 1000, " s; ", launch.by,
              " says that there is one, start it or correct the number of ranks");
       }
-      check_interrupt();
-      check();
+      look();
       std::this_thread::sleep_for(milliseconds(20));
     }
-    const auto said = store.get_to_str(key(rank));
+    const auto said = ask([one](::c10d::Store& roll) { return roll.get_to_str(one); });
     const auto end = said.find('\n');
     if (said.substr(0, end) != std::to_string(launch.size)) {
       std::this_thread::sleep_for(

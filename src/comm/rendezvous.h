@@ -25,7 +25,7 @@ std::unique_ptr<Watch> watch_meeting(const c10d_calls::StorePtr& store, const La
 // `timeout`, or who was told of another number of ranks. `check` is called while it waits, and ends
 // that by what it throws.
 std::vector<std::string> roll_call(
-    ::c10d::Store& store, const Launch& launch, const std::string& text,
+    const c10d_calls::StorePtr& store, const Launch& launch, const std::string& text,
     std::chrono::milliseconds timeout, const std::function<void()>& check = [] {});
 
 // The address of this machine on the way to rank 0's.

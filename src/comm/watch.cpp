@@ -342,6 +342,10 @@ void Watch::leave() {
 }
 
 void Watch::publish(const std::string& message) noexcept {
+  {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->failure) return;
+  }
   state_->ask([message](Store& store) { store.compareSet("failure", std::string(), message); });
 }
 

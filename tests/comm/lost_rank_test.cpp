@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <iostream>
 
@@ -23,6 +24,7 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 at::Tensor floats(std::int64_t numel) { return at::full({numel}, 1, at::kFloat); }
 
@@ -33,7 +35,7 @@ std::shared_ptr<Group> impatient_group(WatchSettings settings, Options options =
   peers.rank = launch.rank;
   peers.size = launch.size;
   peers.store = meet(launch, 30s);
-  roll_call(*peers.store, launch, "here", 30s);
+  roll_call(peers.store, launch, "here", 30s);
   peers.backend = make_gloo(peers.store, launch.rank, launch.size, own_address(launch), 30s);
   settings.linger = launch.rank == 0 ? 5s : 0s;
   return group_of(peers, options, settings);
@@ -44,9 +46,11 @@ void say(const std::string& text) { std::cout << text << std::endl; }
 // Comes to the meeting, and no further.
 TEST(Rank, DISABLED_IsMetOnly) {
   const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
-  if (launch.rank == 1) {
+  const char* victim = std::getenv("VICTIM");
+  if (launch.rank == (victim ? std::atoi(victim) : 1)) {
     const auto store = meet(launch, 30s);
-    roll_call(*store, launch, "host elsewhere, pid 17\ncpu", 30s);
+    roll_call(store, launch, "host elsewhere, pid 17\ncpu", 30s);
+    if (victim) std::this_thread::sleep_for(2s);  // until the others have heard the roll, too
     _exit(0);
   }
   try {
@@ -64,7 +68,7 @@ TEST(Rank, DISABLED_IsSlowToMeet) {
     const auto watch = watch_meeting(store, launch);
     say("waiting");
     if (launch.rank == 1) std::this_thread::sleep_for(12s);  // the patience is 10
-    EXPECT_EQ(roll_call(*store, launch, "here", 60s, [&] { watch->check(); }).size(), 3);
+    EXPECT_EQ(roll_call(store, launch, "here", 60s, [&] { watch->check(); }).size(), 3);
   }
   // Rank 0 holds the store: where it left first, the others would not read the roll to its end.
   auto over = store->add("over", 1);
@@ -80,11 +84,70 @@ TEST(Rank, DISABLED_ComesAndWaits) {
   if (launch.rank == victim) {
     const auto store = meet(launch, 30s);
     const auto watch = watch_meeting(store, launch);
+    while (watch->awaited()) std::this_thread::sleep_for(20ms);
     say("waiting");
     std::this_thread::sleep_for(60s);
   }
   try {
     from_environment();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
+
+bool listens(int port) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  const auto* to = reinterpret_cast<const sockaddr*>(&address);
+  const bool connected = ::connect(socket, to, sizeof(address)) == 0;
+  ::close(socket);
+  return connected;
+}
+
+std::atomic<bool> is_time = false;
+
+// Rank 2 never comes.
+TEST(Rank, DISABLED_IsInterruptedWhileItWaits) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  if (launch.rank == 2) std::this_thread::sleep_for(60s);
+  std::thread clock([&] {
+    while (!listens(launch.port)) std::this_thread::sleep_for(20ms);
+    std::this_thread::sleep_for(1500ms);
+    is_time = true;
+  });
+  set_interrupt_check([] {
+    if (is_time) throw std::runtime_error("KeyboardInterrupt");
+  });
+  if (launch.rank != 1) set_interrupt_check(nullptr);
+  try {
+    from_environment();
+    ADD_FAILURE() << "no error";
+  } catch (const std::exception& error) {
+    say(error.what());
+  }
+  clock.join();
+}
+
+// Rank 1 is gone when it would make its shard group.
+TEST(Rank, DISABLED_MakesTheFirstOfItsGroups) {
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  if (launch.rank == 1) {
+    Peers peers;
+    peers.rank = launch.rank;
+    peers.size = launch.size;
+    peers.store = meet(launch, 30s);
+    roll_call(peers.store, launch, "host elsewhere, pid 17\ncpu", 30s);
+    auto seat = take_seat(peers, {});
+    peers.backend = make_gloo(peers.store, launch.rank, launch.size, own_address(launch), 30s);
+    std::this_thread::sleep_for(1s);
+    _exit(0);
+  }
+  try {
+    ranks_from_environment(2);
     ADD_FAILURE() << "no error";
   } catch (const Error& error) {
     say(error.what());
@@ -280,6 +343,17 @@ TEST(LostRank, ThatCameToTheMeetingOnlyIsNamedWithinFifteenSeconds) {
   EXPECT_LT(seconds_since(start), 15);
 }
 
+// Gloo, whose question it was, would say that the network is at fault.
+TEST(LostRank, ThatTakesTheStoreWithItIsNamedWhileTheOthersConnect) {
+  const auto ranks = start_ranks("IsMetOnly", 3, {{"VICTIM", "0"}});
+  for (const std::size_t rank : {1u, 2u}) {
+    EXPECT_TRUE(ranks[rank]->wait(30s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+    EXPECT_THAT(ranks[rank]->output(), ContainsRegex("\\[comm\\] lost the store .*rank 0"));
+    EXPECT_THAT(ranks[rank]->output(), Not(HasSubstr("GLOO_SOCKET_IFNAME")));
+  }
+}
+
 // Though it never came to the roll call, for which the others wait half an hour.
 TEST(LostRank, ThatDiedWhileTheRanksMeetIsNamedWithinFifteenSeconds) {
   for (const std::size_t victim : {0u, 1u}) {  // rank 0 takes the store with it
@@ -300,6 +374,32 @@ TEST(LostRank, ThatDiedWhileTheRanksMeetIsNamedWithinFifteenSeconds) {
     }
     EXPECT_LT(seconds_since(start), 15);
   }
+}
+
+TEST(LostRank, AFrozenStoreIsNamedWhileTheRanksMeet) {
+  const auto ranks = start_ranks("ComesAndWaits", 3, {{"VICTIM", "2"}});
+  await_output(*ranks[2], "waiting");
+  std::this_thread::sleep_for(1500ms);
+  ranks[0]->signal(SIGSTOP);
+  EXPECT_TRUE(ranks[1]->wait(30s));
+  EXPECT_TRUE(ranks[1]->ended_well()) << ranks[1]->output();
+  EXPECT_THAT(ranks[1]->output(),
+              ContainsRegex("store of the group has not answered for 10 s; its host, rank 0 "
+                            "\\(host .*\\) or the launcher, was stopped"));
+}
+
+// Rank 2 waits for rank 0 alone, which lives, and which waits for rank 1.
+TEST(LostRank, IsHeardOfInGroupsThatItIsNoMemberOf) {
+  const auto ranks = start_ranks("MakesTheFirstOfItsGroups", 4);
+  EXPECT_TRUE(ranks[1]->wait(30s));
+  const auto start = std::chrono::steady_clock::now();
+  for (const std::size_t rank : {0u, 2u, 3u}) {
+    EXPECT_TRUE(ranks[rank]->wait(30s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+    EXPECT_THAT(ranks[rank]->output(),
+                HasSubstr("rank 1 (host elsewhere, pid 17) disappeared: no sign of life for 10 s"));
+  }
+  EXPECT_LT(seconds_since(start), 25);
 }
 
 TEST(SlowRank, IsWaitedForWhileTheRanksMeet) { run_ranks("IsSlowToMeet", 3); }
@@ -393,6 +493,17 @@ TEST(Interrupt, EndsAWaitAndTheOtherRanks) {
   const auto ranks = start_ranks("IsInterrupted", 2);
   expect_all_well(ranks);
   EXPECT_THAT(ranks[1]->output(), HasSubstr("KeyboardInterrupt"));
+}
+
+// It lets the others know, as one that is killed cannot.
+TEST(Interrupt, WhileTheRanksMeetEndsTheOthers) {
+  const auto ranks = start_ranks("IsInterruptedWhileItWaits", 3);
+  for (const std::size_t rank : {0u, 1u}) {
+    EXPECT_TRUE(ranks[rank]->wait(30s));
+    EXPECT_TRUE(ranks[rank]->ended_well()) << ranks[rank]->output();
+  }
+  EXPECT_THAT(ranks[0]->output(), ContainsRegex(join("rank 1 \\(host .*, pid ", ranks[1]->pid(),
+                                                     "\\) ended the group: KeyboardInterrupt")));
 }
 
 }  // namespace

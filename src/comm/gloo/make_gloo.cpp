@@ -6,8 +6,10 @@
 #include <cstdlib>
 #include <exception>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
+#include "comm/apart.h"
 #include "comm/make_backend.h"
 #include "poise/error.h"
 
@@ -15,19 +17,25 @@ namespace poise::comm {
 namespace {
 
 // Where ranks leave their addresses for each other. Its waits, of torch's own making, would last to
-// their timeout whatever became of the peer.
+// their timeout whatever became of the peer, and its questions without end where the host of the
+// store was stopped.
 class AddressStore : public ::c10d::PrefixStore {
  public:
   AddressStore(const c10d_calls::StorePtr& store, std::function<void()> check)
-      : PrefixStore("gloo", store), check_(std::move(check)) {}
+      : PrefixStore("gloo", store),
+        addresses_(c10::make_intrusive<::c10d::PrefixStore>("gloo", store)),
+        check_(std::move(check)) {}
 
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    ask([key, value](Store& addresses) { addresses.set(key, value); });
+  }
   using PrefixStore::wait;
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     auto pause = std::chrono::milliseconds(1);
-    while (!PrefixStore::check(keys)) {
-      look();
+    while (!ask([keys](Store& addresses) { return addresses.check(keys); })) {
+      noted(check_);
       if (std::chrono::steady_clock::now() > deadline) {
         PrefixStore::wait(keys, std::chrono::milliseconds(1));  // fails in torch's words
         return;
@@ -38,7 +46,7 @@ class AddressStore : public ::c10d::PrefixStore {
   }
   std::vector<std::uint8_t> get(const std::string& key) override {
     wait({key}, getTimeout());
-    return PrefixStore::get(key);
+    return ask([key](Store& addresses) { return addresses.get(key); });
   }
   bool hasExtendedApi() const override { return false; }  // which would wait for many at once
 
@@ -48,15 +56,25 @@ class AddressStore : public ::c10d::PrefixStore {
   }
 
  private:
-  void look() {
+  template <class Question>
+  std::invoke_result_t<Question, Store&> ask(Question question) {
+    return noted([&] {
+      return answer_of([addresses = addresses_, question] { return question(*addresses); }, check_);
+    });
+  }
+
+  // gloo would hand it on in words of its own: what the check throws, or that the store is lost.
+  template <class Call>
+  std::invoke_result_t<Call> noted(Call call) {
     try {
-      check_();
+      return call();
     } catch (...) {
       ended_by_ = std::current_exception();
       throw;
     }
   }
 
+  const c10d_calls::StorePtr addresses_;
   std::function<void()> check_;
   std::exception_ptr ended_by_;
 };
