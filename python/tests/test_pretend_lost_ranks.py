@@ -25,7 +25,7 @@ SCRIPT = str(Path(__file__).parent / "pretend_gpu_lost_ranks.py")
 
 
 def dying(how: str, victim: int = 1) -> Any:
-    """One rank dies in ncclCommInitRank, "unseen" or "seen" by the other."""
+    """One rank dies in ncclCommInitRank, "unseen" or "seen" by the other, or only "fails" there."""
 
     def launcher(rank: int, size: int, port: int) -> dict[str, str]:
         asked = {"PRETEND_GPU_DIES_IN_INIT": how} if rank == victim else {}
@@ -73,6 +73,17 @@ def test_a_rank_that_dies_in_nccl_is_named(how: str) -> None:
     """Unseen, NCCL waits without end; seen, it says that some peer is gone."""
     said, seconds = survivor(python("nccl", "dies in ncclCommInitRank"), dying(how))
     assert re.search(f"poise.Error: .*{GONE}", said), said
+    assert seconds < 15
+
+
+def test_what_fails_in_nccl_on_one_rank_ends_the_other() -> None:
+    """It has entered the collective that the other waits in, so that its leaving says nothing."""
+    said, seconds = survivor(python("nccl", "fails in ncclCommInitRank"), dying("fails"), code=1)
+    assert re.search(
+        r"poise.Error: \[comm\] rank 1 \(host \S+, pid of the lost\) ended the group: collective 0, "
+        "barrier of 'start' failed: NCCL error .*invalid usage",
+        said,
+    ), said
     assert seconds < 15
 
 

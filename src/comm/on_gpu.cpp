@@ -190,7 +190,8 @@ class OnGpu final : public Backend {
     return "all ranks to make NCCL's communicator";
   }
 
-  // Of a lost peer NCCL says that it was lost, the watch says who it was.
+  // Of a lost peer NCCL says that it was lost, the watch says who it was. What failed here alone
+  // the others are told, who have entered the same collective and would wait in it.
   [[noreturn]] void explain(const Call& call, const std::exception& error) {
     if (watch_ && c10d_calls::blames_a_peer(error)) {
       const auto deadline = Clock::now() + watch_->time_to_notice();
@@ -200,8 +201,11 @@ class OnGpu final : public Backend {
       }
     }
     failure_.check();
-    fail("comm", describe(call), " failed: ", c10d_calls::message_of(error),
-         "; look at the output of the other ranks");
+    const auto message = join(describe(call), " failed: ", c10d_calls::message_of(error),
+                              "; look at the output of the other ranks");
+    abort(message);
+    failure_.check();
+    fail("comm", message);  // not reached
   }
 
   // Kernels that wait for a lost peer end by this alone.

@@ -176,6 +176,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank,
                                     ncclConfig_t*) {
   if (size > kMostRanks) return missing("a communicator of so many ranks");
+  if (pretend_gpu::Peers::fails_to_meet()) return ncclInvalidUsage;
   auto* made = new ncclComm;  // stays: queued work names it
   made->device = current_device();
   if (!made->peers.meet(id.internal, rank, size)) return ncclRemoteError;

@@ -22,13 +22,19 @@ bool has_ended(pid_t pid) {
   return name_ends == std::string::npos || line[name_ends + 2] == 'Z';
 }
 
-// A test lets a rank die here by PRETEND_GPU_DIES_IN_INIT: "unseen" or "seen" by the others.
-void maybe_die(const std::string& how) {
+bool is_asked_for(const std::string& how) {
   const char* asked = std::getenv("PRETEND_GPU_DIES_IN_INIT");
-  if (asked && how == asked) std::raise(SIGKILL);
+  return asked && how == asked;
+}
+
+// A test lets a rank die here: "unseen" or "seen" by the others.
+void maybe_die(const std::string& how) {
+  if (is_asked_for(how)) std::raise(SIGKILL);
 }
 
 }  // namespace
+
+bool Peers::fails_to_meet() { return is_asked_for("fails"); }
 
 bool Peers::meet(const std::string& name, int rank, int size) {
   rank_ = rank;

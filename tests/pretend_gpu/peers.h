@@ -38,6 +38,7 @@ class Peers {
   // away. As in NCCL that has no end where one died before it came. False: one that had come has
   // ended.
   bool meet(const std::string& name, int rank, int size);
+  static bool fails_to_meet();  // a test wants it to, on this rank
   // This rank needs the others no more.
   void leave() { shared_->left[rank_] = true; }
   bool all_have_left() const;  // or ended
