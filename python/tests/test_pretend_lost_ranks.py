@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,25 @@ def survivor(
     after it it said why it ends, which it does as a failure, by itself."""
     ranks = rank_processes.start(command, launcher=launcher)
     lost, other = ranks[victim], ranks[1 - victim]
-    lost.wait(rank_processes.SECONDS)
-    begun = time.monotonic()
-    said = ""
-    while "[comm]" not in said and (line := other.stdout.readline()):
-        said += line
-    seconds = time.monotonic() - begun
-    codes = [1, 1]
-    codes[victim] = code
-    said += rank_processes.finish(ranks, codes)[1 - victim]
-    return said.replace(f"pid {lost.pid})", "pid of the lost)"), seconds
+    lines: list[tuple[float, str]] = []
+
+    def listen() -> None:
+        for line in other.stdout:
+            lines.append((time.monotonic(), line.replace(f"pid {lost.pid})", "pid of the lost)")))
+
+    reader = threading.Thread(target=listen)
+    reader.start()
+    try:
+        lost.wait(rank_processes.SECONDS)
+        begun = time.monotonic()
+        other.wait(rank_processes.SECONDS)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        reader.join()
+    said = "".join(line for _, line in lines)
+    assert (lost.returncode, other.returncode) == (code, 1), lost.communicate()[0] + said
+    return said, next(when for when, line in lines if "[comm]" in line) - begun
 
 
 def python(backend: str, case: str, *more: str) -> list[str]:
