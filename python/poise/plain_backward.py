@@ -45,18 +45,21 @@ class Taker(Protocol):
 
 def watch(taker: Taker) -> None:
     """From now on backward() of a loss below which the taker's model is goes to taker.backward()."""
-    _installed().takers.add(taker)
+    installed = _installed()
+    installed.takers.add(taker)
+    weakref.finalize(taker, installed.leave).atexit = False
 
 
 @contextlib.contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
     """The same for a while."""
-    takers = _installed().takers
-    takers.add(taker)
+    installed = _installed()
+    installed.takers.add(taker)
     try:
         yield
     finally:
-        takers.discard(taker)
+        installed.takers.discard(taker)
+        installed.leave()
 
 
 def mark(outputs: Any, taker: Taker) -> None:
@@ -85,6 +88,11 @@ class PlainBackward:
         self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
         self._torchs = torchs
         functools.update_wrapper(self, torchs)
+
+    def leave(self) -> None:
+        """Puts back what was there, where nobody takes a loss any more and nothing was put around this one."""
+        if not list(self.takers) and torch.autograd.backward is self:
+            torch.autograd.backward = self._torchs
 
     def __call__(
         self,

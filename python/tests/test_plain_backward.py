@@ -1,5 +1,6 @@
 """loss.backward() as torch has it, of a loss that a loop computed from a wrapped model's outputs."""
 
+import gc
 import logging
 
 import poise
@@ -156,3 +157,31 @@ def test_the_division_by_the_accumulation_is_noticed_once(caplog):
     with caplog.at_level(logging.WARNING, "poise"):
         (F.cross_entropy(other(x), y) / 4).backward()
     assert caplog.text == ""
+
+
+def test_torchs_own_is_there_again_when_no_loop_needs_another(monkeypatch):
+    gc.collect()  # wrapped models of other tests
+    before = torch.autograd.backward
+    first, second = wrap(), wrap()
+    assert torch.autograd.backward is not before
+    del first
+    gc.collect()
+    assert torch.autograd.backward is not before
+    del second
+    gc.collect()
+    assert torch.autograd.backward is before and before.__module__ == "torch.autograd"
+
+    third, calls = wrap(), []
+    inside = torch.autograd.backward
+
+    def around(*given, **named):
+        calls.append(given)
+        return inside(*given, **named)
+
+    monkeypatch.setattr(torch.autograd, "backward", around)
+    del third
+    gc.collect()
+    assert torch.autograd.backward is around  # another library's stays
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert len(calls) == 1
+    monkeypatch.setattr(torch.autograd, "backward", before)
