@@ -3,7 +3,7 @@ in another dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,43 @@ from torch.utils._pytree import tree_leaves, tree_map
 from poise._C import Error
 
 
+def leaves_of(batch: Any) -> list[Any]:
+    """As torch's tree_leaves, which looks into no mappings but dictionaries: of transformers' BatchEncoding, too."""
+    leaves = []
+    for leaf in tree_leaves(batch):
+        leaves += leaves_of(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    return leaves
+
+
+def mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    """As torch's tree_map, likewise."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Mapping):
+            return function(leaf)
+        return of_entries(lambda value: mapped(function, value), leaf)
+
+    return tree_map(of_leaf, batch)
+
+
+def of_entries(function: Callable[[Any], Any], values: Any) -> Any:
+    """A mapping, list or tuple of what the function makes of its entries. It keeps its type, where that is made of
+    entries."""
+    if isinstance(values, Mapping):
+        made = {name: function(value) for name, value in values.items()}
+        try:
+            return type(values)(made)
+        except TypeError:
+            return made
+    entries = [function(value) for value in values]
+    if isinstance(values, tuple):
+        return type(values)(*entries) if hasattr(values, "_fields") else tuple(entries)
+    return entries
+
+
 def samples_in(batch: Any) -> int:
     """Rows of a batch's first tensor."""
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-    first = next((t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
+    first = next((t for t in leaves_of(batch) if isinstance(t, torch.Tensor) and t.dim() > 0), None)
     return 1 if first is None else first.shape[0]
 
 
@@ -29,7 +62,7 @@ def repeated(sample: Any, size: int) -> Any:
         per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == 1
         return value.expand(size, *value.shape[1:]) if per_sample else value
 
-    return tree_map(repeat, sample)
+    return mapped(repeat, sample)
 
 
 def count_targets(

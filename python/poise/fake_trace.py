@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from poise import model_view
+from poise import kept_attributes, model_view
+from poise._batch import leaves_of, mapped
 from poise._C import Error, inside_a_bf16_product
 from poise.fake_offload import Offload
 from poise.trace import Link, Marks
@@ -133,37 +134,35 @@ def _trace(
     whole = _Whole(model, loss_of, autocast, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
-    was_training = model.training
-    model.train()
     try:
-        with mode:
-            state = {name: _fake(tensor, dtype, device) for name, tensor in _tensors(whole)}
-            for tensor in state.values():
-                if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                    tensor.register_post_accumulate_grad_hook(_taken)
-            inputs = tree_map(lambda leaf: _fake(leaf, dtype, device), batch)
-        for tensor in tree_leaves([state, inputs]):
-            if isinstance(tensor, torch.Tensor):
-                counter.known(tensor)
-        marks = Marks(counter, modules)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_recomputing(again))
-            if not (isinstance(batch, Mapping) and "position_ids" in batch):
-                stack.enter_context(_unpacked_positions())
-            stack.enter_context(mode)
-            stack.enter_context(counter)
-            stack.enter_context(marks.hooks())
-            if away:
-                counter.offload = Offload(counter.is_known)
-                stack.enter_context(counter.offload.hooks())
-            torch.func.functional_call(whole, state, (inputs, marks))
+        with kept_attributes.kept(model):  # the modes of its modules too
+            model.train()
+            with mode:
+                state = {name: _fake(tensor, dtype, device) for name, tensor in _tensors(whole)}
+                for tensor in state.values():
+                    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                        tensor.register_post_accumulate_grad_hook(_taken)
+                inputs = mapped(lambda leaf: _fake(leaf, dtype, device), batch)
+            for tensor in [*state.values(), *leaves_of(inputs)]:
+                if isinstance(tensor, torch.Tensor):
+                    counter.known(tensor)
+            marks = Marks(counter, modules)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_recomputing(again))
+                if not (isinstance(batch, Mapping) and "position_ids" in batch):
+                    stack.enter_context(_unpacked_positions())
+                stack.enter_context(mode)
+                stack.enter_context(counter)
+                stack.enter_context(marks.hooks())
+                if away:
+                    counter.offload = Offload(counter.is_known)
+                    stack.enter_context(counter.offload.hooks())
+                torch.func.functional_call(whole, state, (inputs, marks))
     except Exception as error:
         raise Untraceable(
             f"[plan] {type(model).__name__} does not run without data: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
-    finally:
-        model.train(was_training)
     links = marks.links()
     return None if links is None else (links, counter.at_reads)
 

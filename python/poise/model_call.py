@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ def _is_number(value: Any) -> bool:
 
 def _samples(batch: Any) -> Count:
     values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [batch] if isinstance(batch, torch.Tensor) else values
+    if isinstance(batch, torch.Tensor) or not isinstance(values, Iterable):
+        values = [batch]
     sizes = (v.shape[0] for v in values if isinstance(v, torch.Tensor) and v.dim() > 0)
     return next(sizes, None)
 

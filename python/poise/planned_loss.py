@@ -64,7 +64,12 @@ class PlannedLoss:
         if found is None and isinstance(output, Mapping):
             found, count = output.get("loss"), output.get("n", output.get("num_tokens"))
         if found is None:
-            found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            found = next((t for t in tree_leaves(output) if isinstance(t, torch.Tensor)), None)
+            if found is None:
+                raise Error(
+                    f"[plan] {type(self.model).__name__} returned {type(output).__name__}, which has no "
+                    "tensor and no .loss; return a loss, or give loss_fn"
+                )
             if isinstance(output, tuple) and len(output) == 2 and _is_count(output[1]):
                 count = output[1]
         self.came_counted = count is not None or found.dim() > 0

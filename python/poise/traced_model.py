@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from poise import fake_trace, separable, trace
-from poise._C import Error, PlanLink, PlanTraced
+from poise._batch import leaves_of, mapped
+from poise._C import PlanLink, PlanTraced
 from poise.fake_trace import Traced
 from poise.planned_loss import PlannedLoss
 
@@ -224,10 +224,13 @@ def _factored(parameter: torch.Tensor) -> int:
 
 
 def rows_of(sample: Any) -> int:
-    for leaf in tree_leaves(sample):
+    """Of its first tensor. Raises Untraceable where it has none."""
+    for leaf in leaves_of(sample):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
-    raise Error("[plan] the sample holds no tensor with samples; give a batch of the data")
+    raise fake_trace.Untraceable(
+        "[plan] the sample holds no tensor with samples; give a batch of the data"
+    )
 
 
 def _resized(sample: Any, size: int) -> Any:
@@ -242,7 +245,7 @@ def _resized(sample: Any, size: int) -> Any:
             shape[0] = size
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
-    return tree_map(resize, sample)
+    return mapped(resize, sample)
 
 
 def why_not_split(
@@ -296,7 +299,7 @@ def _measured(
     names = ["the embedding", *units, "the head"]
     flops = 2.0 * sum(p.numel() for p in copied.parameters())
     for size in sizes:
-        batch = tree_map(
+        batch = mapped(
             lambda leaf, size=size: (
                 leaf[[i % rows for i in range(size)]]
                 if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows

@@ -11,6 +11,7 @@ import torch
 
 from poise import (
     banner,
+    kept_attributes,
     misfit,
     placement,
     torch_optimizer,
@@ -148,9 +149,14 @@ class TrainerEngine(TrainerEvaluation):
             data,
             collate,
             self._call,
-            self._loss_of,
+            self._foretold_loss,
             own_loss=own,
         )
+
+    def _foretold_loss(self, batch: Any) -> Loss:
+        """Of tensors without memory, which a subclass's compute_loss must not keep among its figures."""
+        with kept_attributes.kept(self):
+            return self._loss_of(batch)
 
     def _whole_loss(self, batch: Any) -> Loss:
         loss = self._loss(batch)

@@ -83,6 +83,17 @@ def train(directory, model=None, trainer=None, **arguments):
     return trainer, trainer.train().training_loss
 
 
+def with_and_without_a_plan(folder, kind):
+    """Models that a Trainer trained in micro-batches it found, and in the same that were given."""
+    models, given = [], {"memory_budget": "1GiB", "separable_loss": True}
+    for name in ("found", "given"):
+        torch.manual_seed(0)
+        models.append(kind())
+        trainer, _ = train(folder / name, models[-1], **given)
+        given = {"per_device_train_batch_size": trainer.args.per_device_train_batch_size}
+    return models
+
+
 # Of a file beside run.json.
 FUNCTION = """
 import torch

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 
 import poise
 import pytest
 import torch
 from balanced_runs import FUNCTION, LENGTH, Net, train
 from poise import cli, report, train_command, trainer_engine
+from tiny_models import same_bits
+from torch.utils.data import default_collate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Opaque:
+    """A batch that nobody looks into."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+class OfOpaque(poise.Trainer):
+    def compute_loss(self, model, inputs, **more):
+        return model(**getattr(inputs, "inside", inputs))
 
 
 def plan_of(folder):
@@ -61,6 +76,23 @@ def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(tmp_path, ca
     assert "does not run without data" in said and "are measured instead" in said
     plan, _ = plan_of(tmp_path)
     assert "foretold" not in plan
+
+
+@pytest.mark.parametrize("kind", [UserDict, Opaque])
+def test_collators_may_make_batches_of_kinds_of_their_own(tmp_path, capsys, kind):
+    """As those of transformers, whose tensors are looked for; where none are found, that is said."""
+    models, given = [], {"memory_budget": "64MiB", "separable_loss": True}
+    for collate in (lambda rows: kind(default_collate(rows)), default_collate):
+        torch.manual_seed(0)
+        models.append(Net())
+        how = {"data_collator": collate, "kind": OfOpaque}
+        trainer, _ = train(tmp_path, models[-1], how, **given)
+        given = {"per_device_train_batch_size": trainer.args.per_device_train_batch_size}
+        if collate is not default_collate:
+            said = capsys.readouterr().err
+            assert ("would hold" in said) == (kind is UserDict)
+            assert ("holds no tensor with samples" in said) == (kind is Opaque)
+    assert same_bits(*models)
 
 
 def test_a_run_draws_the_same_numbers_with_and_without(tmp_path):

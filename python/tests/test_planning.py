@@ -360,6 +360,30 @@ def test_a_model_that_looks_at_values_and_returns_a_plain_loss_keeps_the_micro_b
     assert len(sizes) > 1 and "does not run without data" in notes[0]
 
 
+def test_a_batch_may_be_a_mapping_of_its_own_kind():
+    transformers = pytest.importorskip("transformers")
+    model, plain = llama(), llama_batch(8)
+    encoded = transformers.BatchEncoding(dict(plain))
+    found = []
+    for sample in (plain, encoded, [encoded]):
+        answer = poise.plan(
+            model, sample, global_batch_size=8,
+            loss_fn=lambda b: model(**(b[0] if isinstance(b, list) else b)).loss,
+        )  # fmt: skip
+        assert answer.traced_by == "fake tensors"
+        found.append((answer.best.micro_batch, answer.best.peak_bytes))
+    assert len(set(found)) == 1
+
+
+def test_what_returns_no_loss_and_no_tensor_is_said():
+    class Nothing(nn.Linear):
+        def forward(self, x):
+            return {"name": "nothing"} if super().forward(x) is not None else None
+
+    with pytest.raises(poise.Error, match="returned dict, which has no tensor"):
+        poise.plan(Nothing(4, 4), torch.zeros(2, 4), global_batch_size=2)
+
+
 def test_known_models_are_planned_by_name():
     answer = poise.plan(
         "llama-3-8b", 8192, global_batch_size=64, gpus="8xH100-80GB", precision="bf16"
