@@ -13,7 +13,7 @@ import torch
 from poise import trace
 from poise._C import Group
 from poise.engine import Engine
-from poise.trace import Link, Trace
+from poise.trace import Link, Trace, joined
 
 REPEATS = 2  # of a run whose time counts
 LARGE_SHARE = 0.9  # of the budget that the largest trial may be said to hold
@@ -50,7 +50,7 @@ class Fit:
                 break
         if not points:
             return None
-        fit = cls(points)
+        fit = cls(_alike(engine, points))
         if budget is None or len(points) < 2 or len(sizes) < 3:
             return fit
         held = sum(fit.held.values())
@@ -62,7 +62,7 @@ class Fit:
             return fit
         with contextlib.suppress(torch.OutOfMemoryError):
             points.append((fitting[-1], _timed(engine, batch_of(fitting[-1]), loss_fn)))
-        return cls(points)
+        return cls(_alike(engine, points))
 
     def links(self, size: int) -> list[Link]:
         low, high = self._around(size)
@@ -123,6 +123,20 @@ def agreed(group: Group, values: list[float]) -> list[float]:
         return values
     rows = [json.loads(row) for row in group.all_gather_text(json.dumps(values), "the balance")]
     return [max(column) for column in zip(*rows, strict=True)]
+
+
+def alike(group: Group, traces: list[Trace]) -> list[Trace]:
+    """All of them as one link where one of them is, on one of the ranks: a model that leaves out a block now and
+    then (LayerDrop) does not run them one after the other each time."""
+    fewest = min(len(one.links) for one in traces)
+    if not agreed(group, [float(fewest == 1)])[0]:
+        return traces
+    return [dataclasses.replace(one, links=[joined(one.links)]) for one in traces]
+
+
+def _alike(engine: Engine, points: list[tuple[int, Trace]]) -> list[tuple[int, Trace]]:
+    sizes, traces = zip(*points, strict=True)
+    return list(zip(sizes, alike(engine.group, list(traces)), strict=True))
 
 
 def _timed(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:

@@ -53,6 +53,19 @@ class Trace:
     held: dict[str, int]
 
 
+def joined(links: list[Link]) -> Link:
+    """A chain as one link."""
+    kept = forward = backward = 0
+    for link in links:
+        forward = max(forward, kept + link.forward_peak)
+        kept += link.saved
+    saved = kept
+    for link in reversed(links):
+        kept -= link.saved
+        backward = max(backward, kept + link.backward_peak)
+    return Link(saved, forward, backward)
+
+
 def measure(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
     """Runs one micro-batch and drops its gradients: parameters, buffers and random state stay.
 
@@ -60,11 +73,9 @@ def measure(engine: Engine, batch: Any, loss_fn: Callable[[Any], Any]) -> Trace:
     one; the engine stays usable.
     """
     blocks = [module for _, module in engine.blocks]
-    if len(blocks) > 1 and not model_view.is_compiled(engine.model):
-        trace = _run(engine, blocks, batch, loss_fn)
-        if trace is not None:
-            return trace
-    return _run(engine, [], batch, loss_fn)
+    if len(blocks) < 2 or model_view.is_compiled(engine.model):
+        blocks = []
+    return _run(engine, blocks, batch, loss_fn)
 
 
 def held_besides(engine: Engine) -> int:
@@ -100,8 +111,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _run(
     engine: Engine, blocks: list[nn.Module], batch: Any, loss_fn: Callable[[Any], Any]
-) -> Trace | None:
-    """None where the blocks did not run one after the other."""
+) -> Trace:
     device = model_view.device_of(engine.model)
     meter = _Meter(engine, device)
     held = {name: int(count) for name, count in engine.memory()["current"].items()}
@@ -121,8 +131,7 @@ def _run(
             if engine.lost_windows == lost:
                 engine.lose_window(why)
             raise torch.OutOfMemoryError(why)
-    links = marks.links()
-    return None if links is None else Trace(links, seconds, held)
+    return Trace(marks.links() or [marks.whole()], seconds, held)
 
 
 def _forward_and_backward(
@@ -190,6 +199,7 @@ class Marks:
         self._close()
 
     def links(self) -> list[Link] | None:
+        """None where the blocks did not run one after the other."""
         if not self._in_order:
             return None
         links = []
@@ -203,6 +213,15 @@ class Marks:
                 )
             )
         return links
+
+    def whole(self) -> Link:
+        """All as one link: every read is a part of it."""
+        begin = self._kept[0]
+        return Link(
+            saved=self._kept[-1] - begin,
+            forward_peak=max(self._forward) - begin,
+            backward_peak=max(self._backward.values()) - begin,
+        )
 
     def _next(self) -> None:
         now, peak = self._meter.read()

@@ -289,13 +289,14 @@ def _measured(
     loss: PlannedLoss, sample: Any, units: list[str], precision: str, sizes: list[int]
 ) -> Runs:
     """Real micro-batches of a copy of the model, with all blocks recomputed and with none."""
+    from poise import measured_fit
     from poise.engine import Engine
 
     loss_of = loss.of_copy()
     copied = loss_of.model
     dtype, parameters = PRECISIONS[precision]
     engine = Engine(copied, {"precision": {"dtype": dtype, "parameters": parameters}}, units=units)
-    rows, runs = rows_of(sample), {}
+    rows, found = rows_of(sample), {}
     names = ["the embedding", *units, "the head"]
     flops = 2.0 * sum(p.numel() for p in copied.parameters())
     for size in sizes:
@@ -310,9 +311,12 @@ def _measured(
         for recomputed in (False, True):
             policy = {"policy": "first_m", "n": len(units)} if recomputed and units else None
             engine.set_checkpointing(policy or {"policy": "none"})
-            found = trace.measure(engine, batch, lambda b: (loss_of(b), 1))
-            links = found.links
-            shown = names if len(links) == len(names) else ["the model"]
-            each, nothing = [size * flops / len(links)] * len(links), [0.0] * len(links)
-            runs[size, recomputed] = Traced(shown, links, each, nothing, nothing)
+            found[size, recomputed] = trace.measure(engine, batch, lambda b: (loss_of(b), 1))
+    runs = {}
+    traces = measured_fit.alike(engine.group, list(found.values()))
+    for (size, recomputed), one in zip(found, traces, strict=True):
+        links = one.links
+        shown = names if len(links) == len(names) else ["the model"]
+        each, nothing = [size * flops / len(links)] * len(links), [0.0] * len(links)
+        runs[size, recomputed] = Traced(shown, links, each, nothing, nothing)
     return runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import poise
 import rank_processes
@@ -387,9 +388,46 @@ def trials(folder):
     return seen
 
 
+class DropsLayers(Model):
+    """Leaves out a block now and then, another one on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws = random.Random(dist.get_rank())
+
+    def logits(self, input_ids):
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            if self.draws.random() > 0.3:
+                hidden = block(hidden)
+        return self.head(hidden)
+
+
+def left_out_blocks(folder):
+    """The balance of a model whose blocks do not run one after the other on each rank each time."""
+    seen = {}
+    for stage in (0, 2):
+        engine = poise.Engine(DropsLayers(), config_of(stage))
+        for number in range(4):
+            found = balance.find(
+                engine,
+                lambda size: batch(size, 6, seed=size),
+                lambda piece, engine=engine: (engine.model(**piece), counted(piece)),
+                samples=8,
+                budget=1 << 30,
+            )
+            seen[f"{stage}, {number}"] = [
+                found.chosen.micro_batch,
+                found.chosen.peak,
+                found.measured,
+            ]
+    return seen
+
+
 CASES = {
     "budgets": budgets,
     "by_hand": by_hand,
+    "left_out_blocks": left_out_blocks,
     "python_errors": python_errors,
     "longer_on_one_rank": longer_on_one_rank,
     "single": single,

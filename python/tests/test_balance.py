@@ -90,6 +90,45 @@ def test_blocks_that_run_twice_are_seen_as_one_link():
     assert measured == pytest.approx(found.chosen.peak, rel=0.05)
 
 
+class DropsLayers(Net):
+    """Leaves out a block now and then, by numbers that a trial does not put back."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.draws = random.Random(seed)
+
+    def forward(self, ids, labels):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            if self.draws.random() > 0.15:
+                hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return loss, labels.numel()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_blocks_that_are_left_out_now_and_then_are_seen_as_one_link(seed):
+    model = DropsLayers(seed)
+    engine = engine_of(model)
+    found = balance.find(engine, batch_of, call(model), samples=16, budget=1 << 40)
+    assert found.fits and found.measured > 0
+
+
+def test_a_chain_as_one_link_has_its_moments():
+    generator = torch.Generator().manual_seed(0)
+    model = Net()
+    engine = engine_of(model)
+    chain = trace.measure(engine, batch_of(2), call(model)).links
+    alone = trace._run(engine, [], batch_of(2), call(model)).links
+    assert len(chain) == BLOCKS + 2 and [trace.joined(chain)] == alone
+    for _ in range(20):
+        links = [
+            trace.Link(*(int(n) for n in torch.randint(0, 100, (3,), generator=generator)))
+            for _ in range(4)
+        ]
+        assert peak_of([trace.joined(links)]) == peak_of(links)
+
+
 class Keeps(Net):
     """Keeps what it returned, with the graph behind it."""
 

@@ -110,6 +110,11 @@ def test_trials_of_balances_that_run_out_on_one_rank(tmp_path_factory):
         assert seen["chosen"] == of_ranks[1][case]["chosen"]
 
 
+def test_blocks_that_ranks_leave_out_are_seen_as_one_link_on_all(tmp_path_factory):
+    first, second = run(tmp_path_factory, "left_out_blocks")
+    assert first == second and len(first) == 8
+
+
 def test_single_samples_cannot_be_halved(tmp_path_factory):
     first, second = run(tmp_path_factory, "single")
     assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
