@@ -53,3 +53,34 @@ def _put_back(there: Any, was: Any) -> None:
     elif len(there) != len(was) or any(a is not b for a, b in zip(there, was, strict=True)):
         there.clear()
         (there.update if isinstance(there, set) else there.extend)(was)
+
+
+class Counted:
+    """What forwards count in a model, as it is now: buffers, the values of those that there are, and plain numbers
+    of its modules (steps of an annealing, whether something was set up)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._buffers = [
+            (module._buffers, name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._numbers = [
+            (vars(module), name, value)
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float))
+        ]
+
+    def put_back(self) -> None:
+        for there, name, was in (*self._buffers, *self._numbers):
+            if there.get(name) is not was:  # a forward may assign a new one
+                there[name] = was
+        for buffer, value in self._values:
+            if buffer.shape == value.shape:
+                buffer.data.copy_(value)
+            else:
+                buffer.data = value

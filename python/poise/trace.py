@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from poise import model_view
 from poise._C import WindowDropped
 from poise.engine import Engine
+from poise.kept_attributes import Counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +99,14 @@ def untold(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random states and buffers are at the end what they were at the beginning."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Random states, buffers and numbers of modules are at the end what they were at the beginning."""
+    counted = Counted(model)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
+            counted.put_back()
 
 
 def _run(

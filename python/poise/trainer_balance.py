@@ -22,6 +22,7 @@ from poise import (
 from poise._batch import samples_in
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
+from poise.kept_attributes import Counted
 from poise.loss import Loss
 from poise.model_call import ModelCall
 from poise.training_arguments import TrainingArguments
@@ -235,8 +236,7 @@ class Halving:
         while True:
             pieces = [piece for batch in window for piece in split(batch, self.parts)]
             largest = max(map(samples_in, pieces))
-            buffers = [(b, b.detach().clone()) for b in self._engine.model.buffers()]
-            state = _random_state()
+            counted, state = Counted(self._engine.model), _random_state()
             try:
                 return run(pieces)
             except torch.OutOfMemoryError as error:
@@ -245,7 +245,8 @@ class Halving:
                     raise
                 message = str(error).splitlines()[0]
             del pieces
-            _restore(state, buffers)
+            _restore(state)
+            counted.put_back()
             self.parts *= 2
             self._note(
                 f"  out of memory with micro-batches of {largest} samples; the window runs again in "
@@ -276,14 +277,12 @@ def _random_state() -> Any:
     return torch.get_rng_state(), gpu
 
 
-def _restore(state: Any, buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _restore(state: Any) -> None:
     cpu, gpu = state
     torch.set_rng_state(cpu)
     if gpu is not None:
         torch.cuda.set_rng_state(gpu)
         torch.cuda.empty_cache()
-    for buffer, value in buffers:
-        buffer.data.copy_(value)
 
 
 def _may_split(
