@@ -219,9 +219,10 @@ class Trainer(TrainerEngine):
             self.state, self.control, self._run_log = log.state, log.control, log
             stack.callback(setattr, self, "_run_log", None)
             self._found = found
+            parts = self._halving.parts if goes_on and self._halving is not None else 1
             self._halving = (
-                trainer_balance.Halving(self.engine, log.note)
-                if found and found.may_split
+                trainer_balance.Halving(self.engine, log.note, parts)
+                if self.args.found_may_halve
                 else None
             )
             where = placement.of(args).describe(self._group.size)

@@ -226,9 +226,9 @@ class Halving:
     more than a single sample in a micro-batch the error stands.
     """
 
-    def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, note: Callable[[str], None], parts: int = 1) -> None:
         self._engine, self._note = engine, note
-        self.parts = 1  # of every micro-batch
+        self.parts = parts  # of every micro-batch
 
     def __call__(
         self, window: list[Any], run: Callable[[list[Any]], StepResult | None]

@@ -111,7 +111,9 @@ class TrainerEngine(TrainerEvaluation):
         except BaseException:
             self.args = given  # another train() finds its balance anew
             raise
-        self.args = self.args.with_balance(found.chosen.micro_batch, self.engine.checkpointing)
+        self.args = self.args.with_balance(
+            found.chosen.micro_batch, self.engine.checkpointing, may_halve=found.may_split
+        )
         self._made_from = _without_schedule(self.args.to_config(0))
         return found
 

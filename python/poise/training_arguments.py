@@ -162,6 +162,10 @@ class TrainingArguments(ScriptArguments, _Arguments):
     transformers' class of that name, and what becomes of it. Fields that are accepted and do nothing
     here can be read."""
 
+    found_may_halve = (
+        False  # whether the micro-batch was found, and may be halved where memory runs out
+    )
+
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         if output_dir is not None:
             given["output_dir"] = output_dir
@@ -270,9 +274,12 @@ class TrainingArguments(ScriptArguments, _Arguments):
         found._check()
         return found
 
-    def with_balance(self, micro_batch: int, checkpointing: Mapping[str, Any]) -> TrainingArguments:
+    def with_balance(
+        self, micro_batch: int, checkpointing: Mapping[str, Any], *, may_halve: bool
+    ) -> TrainingArguments:
         """The same arguments with a balance that was found."""
         found = copy.copy(self)
+        found.found_may_halve = may_halve
         found.per_device_train_batch_size = micro_batch
         found.checkpointing = dict(checkpointing)
         found._given |= {"per_device_train_batch_size", "checkpointing"}

@@ -4,6 +4,7 @@ import poise
 import pytest
 import torch
 import transformers
+from balanced_runs import train
 from hf_models import causal_rows, made
 from test_hf_trainer import arguments, losses, without_strategy
 from tiny_models import same_bits
@@ -90,6 +91,34 @@ def test_two_runs_of_a_balance_that_was_found_are_one_long_run(tmp_path):
         assert len(set(map(id, engines))) == 1 and trainer.engine.updates == 4
         models.append(model)
     assert same_bits(*models)
+
+
+def test_a_second_run_halves_too_and_begins_with_what_the_first_one_came_to(tmp_path):
+    """Of a balance that was found."""
+    trainer, _ = train(tmp_path, memory_budget="1GiB", separable_loss=True)
+    largest, seen = trainer.args.per_device_train_batch_size // 2, []
+    assert largest >= 2 and trainer._halving.parts == 1
+    inner = trainer._loss_of
+
+    def loss(batch):
+        seen.append(len(batch["ids"]))
+        if seen[-1] > largest:
+            raise torch.OutOfMemoryError("too many")
+        return inner(batch)
+
+    trainer._loss_of = loss
+    engine = trainer.engine
+    trainer.train()
+    assert trainer.engine is engine and trainer._halving.parts == 2 and max(seen) > largest
+    seen.clear()
+    trainer.train()
+    assert trainer._halving.parts == 2 and max(seen) == largest
+    trainer.args = poise.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=1, use_cpu=True, disable_tqdm=True
+    )
+    with pytest.raises(torch.OutOfMemoryError):  # a split that was given stays
+        largest = 0
+        trainer.train()
 
 
 def test_a_resumed_second_run_is_the_unbroken_one(tmp_path):
