@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from poise import (
@@ -19,7 +18,7 @@ from poise import (
     trace,
     trainer_data,
 )
-from poise._batch import samples_in
+from poise._batch import leaves_of, of_entries, samples_in
 from poise._C import Error, StepResult, format_bytes, parse_bytes
 from poise.engine import Engine
 from poise.kept_attributes import Counted
@@ -255,21 +254,31 @@ class Halving:
 
 
 def split(batch: Any, parts: int) -> Iterator[Any]:
-    """The batch in so many parts, or fewer: what has a row per sample is split, the rest repeated."""
+    """The batch in so many parts, or fewer: what has a row per sample is split (a list with an entry for each
+    too), the rest repeated."""
     rows = samples_in(batch)
     size = max(1, -(-rows // parts))
     if parts == 1 or rows < 2:
         yield batch
         return
-    if isinstance(batch, Mapping) and type(batch) is not dict:
-        batch = dict(batch)
     for first in range(0, rows, size):
+        yield _part(batch, rows, slice(first, first + size), is_batch=True)
 
-        def part(value: Any, first: int = first) -> Any:
-            per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
-            return value[first : first + size] if per_sample else value
 
-        yield tree_map(part, batch)
+def _part(value: Any, rows: int, part: slice, *, is_batch: bool = False) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[part] if _has_rows(value, rows) else value
+    if isinstance(value, list) and not is_batch and len(value) == rows:
+        # Texts, targets of images; tensors with rows of their own each are another structure.
+        if not all(_has_rows(one, rows) for one in value):
+            return value[part]
+    if isinstance(value, (list, tuple, Mapping)):
+        return of_entries(lambda one: _part(one, rows, part), value)
+    return value
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _random_state() -> Any:
@@ -329,7 +338,7 @@ def longest(dataset: Any, args: TrainingArguments, collate: Callable | None) -> 
 
     def size(sample: Any) -> int:
         try:
-            leaves = tree_leaves(dict(sample) if isinstance(sample, Mapping) else sample)
+            leaves = leaves_of(sample)
         except (TypeError, ValueError):
             return 0
         return sum(v.numel() if isinstance(v, torch.Tensor) else 1 for v in leaves)

@@ -1,5 +1,6 @@
 """The balance between micro-batch and recomputation, found within a budget and held to what happens."""
 
+import collections
 import itertools
 import random
 import types
@@ -389,6 +390,23 @@ def test_batches_are_split_by_their_rows():
     assert all(p["scale"] == 2.0 and p["name"] == "x" for p in parts)
     assert len(list(trainer_balance.split((torch.zeros(2, 3),), 8))) == 2
     assert next(trainer_balance.split(batch, 1)) is batch
+
+
+def test_lists_with_an_entry_for_each_sample_are_split_too():
+    rows = torch.arange(4)
+    targets = [{"boxes": torch.zeros(n, 4)} for n in (4, 1, 2, 3)]  # one as long as the batch
+    batch = collections.UserDict(
+        x=rows, texts=list("abcd"), targets=targets, pair=(rows, rows), layers=[rows] * 4, names=["a", "b"]
+    )  # fmt: skip
+    first, second = trainer_balance.split(batch, 2)
+    assert (first["texts"], second["texts"]) == (["a", "b"], ["c", "d"])
+    assert first["targets"] == targets[:2] and second["targets"] == targets[2:]
+    assert [len(one) for one in (*first["pair"], *first["layers"])] == [2] * 6
+    assert first["names"] == ["a", "b"] and type(first) is collections.UserDict
+    # The batch itself is a structure.
+    assert [
+        len(one) for one in next(trainer_balance.split([torch.zeros(2, 3), torch.ones(2)], 2))
+    ] == [1, 1]
 
 
 def test_candidates_name_their_section():
