@@ -244,7 +244,7 @@ class _Run:
 
         samples = settings["batch"]["global_batch_size"]
         sizes = trainer_balance.micro_batches(
-            self._engine, None, self._call, lambda: self._loss(sample), samples
+            self._engine, None, self._call, lambda: sample, self._loss, samples
         )
         try:
             found = balance.find(

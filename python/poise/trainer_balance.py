@@ -78,7 +78,8 @@ def _find(
         engine,
         args.separable_loss,
         call,
-        lambda: loss_fn(batch_of(1)),
+        lambda: batch_of(1),
+        loss_fn,
         samples,
         own_loss=own_loss,
     )
@@ -108,7 +109,8 @@ def micro_batches(
     engine: Engine,
     is_separable: bool | None,
     call: ModelCall,
-    try_loss: Callable[[], Loss],
+    sample_of: Callable[[], Any],
+    loss_fn: Callable[[Any], Loss],
     samples: int,
     *,
     own_loss: bool = True,
@@ -119,11 +121,11 @@ def micro_batches(
       engine: of the run.
       is_separable: what was said of the loss; None: nothing.
       call: makes the losses.
-      try_loss: makes one.
+      sample_of: makes a batch of one sample, of which `loss_fn` gives the loss.
       samples: of one update on this rank.
       own_loss: what `call` makes is the loss.
     """
-    if _may_split(engine, is_separable, call, try_loss, own_loss):
+    if _may_split(engine, is_separable, call, sample_of, loss_fn, own_loss):
         return None
     return [largest_usual(samples)]
 
@@ -298,7 +300,8 @@ def _may_split(
     engine: Engine,
     is_separable: bool | None,
     call: ModelCall,
-    try_loss: Callable[[], Loss],
+    sample_of: Callable[[], Any],
+    loss_fn: Callable[[Any], Loss],
     own_loss: bool,
 ) -> bool:
     """Whether another micro-batch is the same training; says so where it is not known."""
@@ -306,7 +309,7 @@ def _may_split(
         engine.model,
         is_separable,
         own_loss=own_loss and call.models_loss,
-        came_counted=lambda: _says_count(engine, call, try_loss),
+        came_counted=lambda: _says_count(engine, call, sample_of(), loss_fn),
     )
     if reason is not None and is_separable is None:
         logger.warning(
@@ -318,15 +321,14 @@ def _may_split(
     return reason is None
 
 
-def _says_count(engine: Engine, call: ModelCall, try_loss: Callable[[], Loss]) -> bool:
-    with trace.unchanged(engine.model, next(engine.model.parameters()).device):
-        try:
-            with engine.forward_scope():
-                try_loss()
-        except torch.OutOfMemoryError:
-            return True  # the search will say what is missing
-        finally:
-            engine.discard_window()
+def _says_count(
+    engine: Engine, call: ModelCall, sample: Any, loss_fn: Callable[[Any], Loss]
+) -> bool:
+    """By a trial, since memory that runs out on one rank ends one on all of them."""
+    try:
+        trace.measure(engine, sample, loss_fn)
+    except torch.OutOfMemoryError:
+        return True  # the search will say what is missing
     return call.came_counted
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from plain_loop import settings
 from poise import balance, measured_fit, trace, trainer_balance
 from poise.misfit import NothingFits
+from poise.model_call import ModelCall
 from tiny_models import TinyForCausalLM, batch, counted, split, tiny
 from torch import nn
 from training_on_ranks import FP32, STAGES, digest, masters_of
@@ -424,9 +425,32 @@ def left_out_blocks(folder):
     return seen
 
 
+def first_sample(folder):
+    """What the loss is a mean over is asked where the first sample runs out on rank 1 alone."""
+    seen = {}
+    for stage in STAGES:
+        plain = Trial(config_of(stage)).train().seen()
+
+        def fault(model, piece, number):
+            return run_out(model, "forward") if dist.get_rank() == 1 and number == 1 else None
+
+        trial = Trial(config_of(stage), fault)
+        sizes = trainer_balance.micro_batches(
+            trial.engine,
+            None,
+            ModelCall(trial.model, shift_labels=True),
+            lambda: batch(1, 6, seed=1),
+            lambda piece, trial=trial: poise.Loss(*trial.loss(piece)),
+            samples=8,
+        )
+        seen[stage] = [sizes, trial.train().seen() == plain]
+    return seen
+
+
 CASES = {
     "budgets": budgets,
     "by_hand": by_hand,
+    "first_sample": first_sample,
     "left_out_blocks": left_out_blocks,
     "python_errors": python_errors,
     "longer_on_one_rank": longer_on_one_rank,

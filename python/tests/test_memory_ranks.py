@@ -115,6 +115,11 @@ def test_blocks_that_ranks_leave_out_are_seen_as_one_link_on_all(tmp_path_factor
     assert first == second and len(first) == 8
 
 
+def test_a_first_sample_that_runs_out_on_one_rank_says_the_same_on_all(tmp_path_factory):
+    first, second = run(tmp_path_factory, "first_sample")
+    assert first == second == {str(stage): [None, True] for stage in STAGES}
+
+
 def test_single_samples_cannot_be_halved(tmp_path_factory):
     first, second = run(tmp_path_factory, "single")
     assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
