@@ -135,7 +135,8 @@ def _trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     try:
-        with kept_attributes.kept(model):  # the modes of its modules too
+        # The modes of its modules too; and compiled code that met a mode of torch's would run uncompiled from then on.
+        with kept_attributes.kept(model), torch.compiler.set_stance("force_eager"):
             model.train()
             with mode:
                 state = {name: _fake(tensor, dtype, device) for name, tensor in _tensors(whole)}

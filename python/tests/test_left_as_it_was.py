@@ -98,3 +98,33 @@ def test_containers_of_all_kinds_get_back_what_they_held():
         raise KeyError
     assert holder.inner is inner == {"a": [1]} and holder.all is all_
     assert all_ == {"set": {1}, "list": [inner], "same": inner} and not hasattr(holder, "new")
+
+
+@pytest.mark.parametrize("what", ["model", "blocks", "forwards"])
+def test_compiled_code_runs_compiled_after_a_plan(what, tmp_path):
+    """It would not after it met a mode of torch's, without a word."""
+    calls = []
+
+    def backend(graph, examples):
+        return lambda *given: calls.append(1) or graph.forward(*given)
+
+    def updates_calls(**given):
+        torch._dynamo.reset()
+        model = Net()
+        if what == "model":
+            model = torch.compile(model, backend=backend)
+        for block in model.blocks if what != "model" else ():
+            if what == "blocks":
+                block.compile(backend=backend)
+            else:
+                block.forward = torch.compile(block.forward, backend=backend)
+
+        class Begins(poise.TrainerCallback):
+            def on_step_begin(self, args, state, control, **details):
+                calls.clear()
+
+        trainer, _ = train(tmp_path / str(len(given)), model, {"callbacks": [Begins()]}, **given)
+        return len(calls), trainer.args.per_device_train_batch_size
+
+    found, size = updates_calls(memory_budget="1GiB", separable_loss=True)
+    assert found > 0 and (found, size) == updates_calls(per_device_train_batch_size=size)
