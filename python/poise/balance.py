@@ -188,7 +188,7 @@ def _fits(
 ) -> list[Fit | None]:
     """Of every block recomputed and of none; of one alone where there is nothing to choose."""
     policies = [engine.checkpointing]
-    blocks = len(engine.blocks)
+    blocks = 0 if model_view.is_compiled(engine.model) else len(engine.blocks)  # as one
     if recompute and engine.checkpointing["policy"] == "none" and blocks > 0:
         policies = [{"policy": "first_m", "n": blocks}, {"policy": "none"}]
     return [Fit.of(engine, policy, sizes, batch_of, loss_fn, budget) for policy in policies]

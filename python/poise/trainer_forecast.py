@@ -36,7 +36,8 @@ def forecast_of(
     trainer_balance.check_data(dataset, args)
     blocks = model_view.find_units(model, units)
     samples = args.global_batch_size // args.world_size
-    policy = None if args.recompute_is_open else args.to_config(1)["checkpointing"]
+    is_open = args.recompute_is_open and not model_view.is_compiled(model)
+    policy = None if is_open else args.to_config(1)["checkpointing"]
     task = Task(
         args.world_size,
         args.device,

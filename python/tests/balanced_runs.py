@@ -64,7 +64,7 @@ def train(directory, model=None, trainer=None, **arguments):
     torch.manual_seed(1)
     given = dict(trainer or {})
     trainer = given.pop("kind", poise.Trainer)(
-        model or Net(),
+        Net() if model is None else model,
         poise.TrainingArguments(
             str(directory),
             **{

@@ -191,6 +191,17 @@ def test_budget_and_global_batch_are_all_a_trainer_needs(tmp_path):
     assert args.per_device_train_batch_size < 16 or args.checkpointing["policy"] != "none"
 
 
+def test_a_model_that_is_compiled_as_a_whole_recomputes_no_blocks(tmp_path):
+    torch.manual_seed(1)
+    compiled = torch.compile(Net(), backend="eager")
+    trainer, loss = train(tmp_path / "compiled", compiled, memory_budget="64MiB")
+    assert trainer._found.chosen.recomputed == 0 and trainer._found.may_split
+    size = trainer.args.per_device_train_batch_size
+    torch.manual_seed(1)
+    _, other = train(tmp_path / "plain", Net(), per_device_train_batch_size=size)
+    assert loss == pytest.approx(other, rel=0.01)
+
+
 def test_what_is_given_stays(tmp_path):
     trainer, _ = train(tmp_path, memory_budget="64MiB", per_device_train_batch_size=2)
     assert trainer.args.per_device_train_batch_size == 2 and trainer._found is None
