@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,8 @@ class Forecast:
         self.task, self._model, self._blocks = task, model, blocks
         self._sample_of, self._loss_of, self._may_split = sample_of, loss_of, may_split
         self._held: dict[Placement, int] = {}
+        self._made: PlanTraced | None = None
+        self._why_not = ""
 
     def held(self, place: Placement) -> int:
         """Bytes of states on each rank; needs no trace."""
@@ -75,8 +76,20 @@ class Forecast:
             job.recompute(self._flags([i < recomputed for i in range(len(self._blocks))]))
         return search(job).best
 
-    @functools.cached_property
+    @property
     def _traced(self) -> PlanTraced:
+        """Made once: a model that cannot be traced is not tried again, when an engine is around its blocks."""
+        if self._why_not:
+            raise fake_trace.Untraceable(self._why_not)
+        if self._made is None:
+            try:
+                self._made = self._trace()
+            except fake_trace.Untraceable as error:
+                self._why_not = str(error)
+                raise
+        return self._made
+
+    def _trace(self) -> PlanTraced:
         task = self.task
         if task.selective:
             raise fake_trace.Untraceable("[plan] selective recomputation is not traced")

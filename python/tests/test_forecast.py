@@ -11,6 +11,7 @@ import torch
 from balanced_runs import FUNCTION, LENGTH, Net, train
 from poise import cli, report, train_command, trainer_engine
 from tiny_models import same_bits
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import default_collate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,17 +61,24 @@ def test_it_is_said_before_anything_is_allocated_and_right(tmp_path, monkeypatch
     assert "would hold" in seen["said"]
     plan, lines = plan_of(tmp_path)
     foretold, measured = (sum(plan[key].values()) for key in ("foretold", "measured"))
-    assert foretold == pytest.approx(measured, rel=0.05 if given.get("bf16") else 0.02)
+    # A CPU that does not compute in bf16 converts into scratch, which is inside of operations.
+    in_bf16 = 0.05 if torch.cpu._is_avx512_bf16_supported() else 0.25
+    assert foretold == pytest.approx(measured, rel=in_bf16 if given.get("bf16") else 0.02)
     assert "before anything" in report.page(lines, "run")
 
 
 def test_a_model_that_cannot_be_traced_is_measured_and_that_is_said(tmp_path, capsys):
+    without_memory = []
+
     class Looks(Net):
         def forward(self, ids, labels):
             loss, count = super().forward(ids, labels)
+            if isinstance(loss, FakeTensor):
+                without_memory.append(loss.shape)
             return loss * float(ids.float().mean() * 0 + 1), count
 
     train(tmp_path, model=Looks(), memory_budget="64MiB")
+    assert len(without_memory) == 1  # not once more with an engine around its blocks
     said = capsys.readouterr().err
     assert "nothing can be said before anything is allocated" in said
     assert "does not run without data" in said and "are measured instead" in said
