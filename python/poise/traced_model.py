@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from poise import fake_trace, separable, trace
+from poise import comm, fake_trace, model_view, separable, trace
 from poise._batch import leaves_of, mapped
 from poise._C import PlanLink, PlanTraced
 from poise.fake_trace import Traced
@@ -295,7 +295,9 @@ def _measured(
     loss_of = loss.of_copy()
     copied = loss_of.model
     dtype, parameters = PRECISIONS[precision]
-    engine = Engine(copied, {"precision": {"dtype": dtype, "parameters": parameters}}, units=units)
+    config = {"precision": {"dtype": dtype, "parameters": parameters}}
+    alone = comm.one_rank(model_view.device_of(copied))  # whoever else trains: only one may plan
+    engine = Engine(copied, config, units=units, group=alone)
     rows, found = rows_of(sample), {}
     names = ["the embedding", *units, "the head"]
     flops = 2.0 * sum(p.numel() for p in copied.parameters())

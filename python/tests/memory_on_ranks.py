@@ -447,11 +447,27 @@ def first_sample(folder):
     return seen
 
 
+def plans_alone(folder):
+    """One rank asks for a plan of a model that is measured for it."""
+
+    class Looks(Model):
+        def forward(self, input_ids, labels):
+            return super().forward(input_ids, labels) * float(input_ids.sum() * 0 + 1)
+
+    seen = None
+    if dist.get_rank() == 0:
+        answer = poise.plan(Looks(), batch(2, 6, seed=1), global_batch_size=4)
+        seen = [answer.traced_by, answer.best.held.get("communication", 0)]
+    dist.barrier()
+    return seen
+
+
 CASES = {
     "budgets": budgets,
     "by_hand": by_hand,
     "first_sample": first_sample,
     "left_out_blocks": left_out_blocks,
+    "plans_alone": plans_alone,
     "python_errors": python_errors,
     "longer_on_one_rank": longer_on_one_rank,
     "single": single,

@@ -120,6 +120,11 @@ def test_a_first_sample_that_runs_out_on_one_rank_says_the_same_on_all(tmp_path_
     assert first == second == {str(stage): [None, True] for stage in STAGES}
 
 
+def test_one_of_several_ranks_may_plan(tmp_path_factory):
+    first, second = run(tmp_path_factory, "plans_alone")
+    assert first == ["a measured micro-batch", 0] and second is None
+
+
 def test_single_samples_cannot_be_halved(tmp_path_factory):
     first, second = run(tmp_path_factory, "single")
     assert "never enough" in second[0] and "rank 1 ran out of memory" in first[0]
