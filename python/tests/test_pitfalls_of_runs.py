@@ -308,7 +308,7 @@ def test_batches_are_loaded_while_others_are_computed(tmp_path):
             self.weight = nn.Linear(1, 1)
 
         def forward(self, x):
-            time.sleep(0.05)
+            time.sleep(0.1)
             return self.weight(x).mean()
 
     class Clock(poise.TrainerCallback):
@@ -326,7 +326,7 @@ def test_batches_are_loaded_while_others_are_computed(tmp_path):
     clock = Clock()
     args = arguments(tmp_path, per_device_train_batch_size=1, dataloader_num_workers=1)
     poise.Trainer(Busy(), args, train_dataset=Slow(), callbacks=[clock]).train()
-    assert len(clock.waited) == 8  # of four micro-batches, each 50 ms to load and 50 to compute
+    assert len(clock.waited) == 8  # of four micro-batches, each 50 ms to load and 100 to compute
     hidden = 1 - sum(clock.waited) / (8 * 4 * 0.05)
     assert hidden >= 0.8
 

@@ -189,5 +189,6 @@ def test_slow_files_do_not_wait_for_each_other_s_lock() -> None:
     script = Path(__file__).parent / "pretend_gpu_slow_files.py"
     slow = pretend_gpu.environment() | {"POISE_STREAM_DELAY": "200000"}
     subprocess.run(
-        [sys.executable, pretend_gpu.__file__, str(script)], env=slow, check=True, timeout=60
-    )
+        [sys.executable, pretend_gpu.__file__, str(script)], env=slow, check=True,
+        timeout=pretend_gpu.SECONDS,
+    )  # fmt: skip
