@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from balanced_runs import Net, batch_of, call, engine_of, with_and_without_a_plan
-from poise import balance, trainer_balance
+from poise import balance, trace, trainer_balance
 from tiny_models import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,3 +61,32 @@ def test_a_window_that_is_halved_begins_with_them_as_they_were():
 def test_a_trial_changes_nothing_of_a_run(tmp_path):
     found, given = with_and_without_a_plan(tmp_path, Counts)
     assert same_bits(found, given) and found.calls == given.calls
+
+
+@pytest.mark.parametrize("dropped", ["trial", "window", "raising"])
+def test_losses_of_fp16_are_weighed_by_the_first_micro_batch_that_counts(dropped):
+    """A trial of one sample would make each loss of 16 as large as 16 losses, which overflow."""
+
+    def results(*sizes):
+        torch.manual_seed(0)
+        model = Net()
+        engine = engine_of(model, precision={"dtype": "fp16"}, batch={"accumulation": 1})
+        loss = call(model)
+
+        for size in sizes:
+            if dropped == "trial":
+                trace.measure(engine, batch_of(size), loss)
+            elif dropped == "window":
+                engine.backward(loss(batch_of(size)))
+                engine.discard_window()
+            else:
+                window = [batch_of(size), None]
+                with pytest.raises(TypeError):
+                    engine.step(window, loss)
+        return [
+            (str(r.status), r.loss, r.grad_norm, r.loss_scale)
+            for r in (engine.step([batch_of(16)], loss) for _ in range(3))
+        ]
+
+    plain = results()
+    assert results(1) == results(1, 2) == plain and plain[-1][0] == "applied"

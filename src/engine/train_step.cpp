@@ -404,6 +404,7 @@ StepResult Engine::Impl::close_window() {
 
 void Engine::Impl::discard_window() {
   if (state == WindowState::closed) return;
+  if (group->size() == 1) loss_weights.forget_window();  // ranks do so together: drop_lost_window
   state = WindowState::closed;
   micro_batches = 0;
   lent.clear();
