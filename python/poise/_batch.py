@@ -53,14 +53,13 @@ def samples_in(batch: Any) -> int:
 
 
 def repeated(sample: Any, size: int) -> Any:
-    """A batch of so many times the one sample that the given batch has; no bytes are copied.
-
-    What has no first dimension of one sample stays as it is.
+    """A batch of so many times the one sample that the given batch has, in memory of its own: a model may write
+    into what it gets. What has no first dimension of one sample stays as it is.
     """
 
     def repeat(value: Any) -> Any:
         per_sample = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == 1
-        return value.expand(size, *value.shape[1:]) if per_sample else value
+        return value.repeat(size, *[1] * (value.dim() - 1)) if per_sample else value
 
     return mapped(repeat, sample)
 
