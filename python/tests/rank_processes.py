@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,9 +17,11 @@ SECONDS = 240  # a start that takes longer hangs
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """None of those that the system gives to connections: one of those may take it before it is used."""
+    while True:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", random.SystemRandom().randrange(12000, 32000)))
+            return one.getsockname()[1]
 
 
 def by_torchrun(rank: int, size: int, port: int) -> dict[str, str]:

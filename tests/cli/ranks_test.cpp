@@ -3,10 +3,8 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,6 +18,8 @@
 #include <thread>
 #include <vector>
 
+#include "support/free_port.h"
+
 namespace poise::cli {
 namespace {
 
@@ -27,18 +27,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
-
-std::string free_port() {
-  const int descriptor = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  ::bind(descriptor, reinterpret_cast<sockaddr*>(&address), size);
-  ::getsockname(descriptor, reinterpret_cast<sockaddr*>(&address), &size);
-  ::close(descriptor);
-  return std::to_string(ntohs(address.sin_port));
-}
 
 constexpr int kLong = 150;  // micro-batches of a window that takes seconds
 
@@ -65,7 +53,7 @@ class Ranks : public ::testing::Test {
   // One process for each rank of the world; rank 0's output goes to folder/name.
   std::vector<pid_t> start(int ranks, const std::string& name,
                            const std::vector<std::string>& settings) {
-    const auto port = free_port();
+    const auto port = std::to_string(testing::free_port());
     std::vector<pid_t> processes;
     for (int rank = 0; rank < ranks; ++rank) {
       const auto text = std::to_string(rank);

@@ -1,8 +1,12 @@
 // What launchers leave in the environment, and ranks that do not meet.
 #include "comm/launch.h"
 
+#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <map>
@@ -11,6 +15,7 @@
 #include "comm/rendezvous.h"
 #include "poise/comm.h"
 #include "poise/error.h"
+#include "support/free_port.h"
 
 namespace poise::comm {
 namespace {
@@ -166,7 +171,7 @@ TEST(Meeting, NamesAMissingRank) {
   const Variables variables{{"RANK", "0"},
                             {"WORLD_SIZE", "2"},
                             {"MASTER_ADDR", "127.0.0.1"},
-                            {"MASTER_PORT", std::to_string(free_port())}};
+                            {"MASTER_PORT", std::to_string(testing::free_port())}};
   Process first("DoesNotGetItsGroup", variables);
   EXPECT_TRUE(first.wait(20s) && first.ended_well()) << first.output();
   EXPECT_THAT(first.output(), HasSubstr("rank 1 of 2 did not come within 1 s"));
@@ -201,7 +206,7 @@ TEST(Meeting, NamesRanksThatWereToldOfDifferentWorlds) {
                       {"WORLD_SIZE", "2"},
                       {"WAITS_FOR", "20"},
                       {"MASTER_ADDR", "127.0.0.1"},
-                      {"MASTER_PORT", std::to_string(free_port())}};
+                      {"MASTER_PORT", std::to_string(testing::free_port())}};
   Process first("DoesNotGetItsGroup", variables);
   variables["RANK"] = "1";
   variables["WORLD_SIZE"] = "3";

@@ -19,6 +19,7 @@
 #include "comm/rank_values.h"
 #include "poise/comm.h"
 #include "poise/error.h"
+#include "support/free_port.h"
 #include "support/ranks.h"
 
 namespace poise::comm {
@@ -343,7 +344,7 @@ TEST(ProcessGroup, ReadsWhatIsNear) {
 TEST(ProcessGroup, SendsWhereOneRankCannotBeRead) {
   Variables variables{{"WORLD_SIZE", "2"},
                       {"MASTER_ADDR", "127.0.0.1"},
-                      {"MASTER_PORT", std::to_string(free_port())},
+                      {"MASTER_PORT", std::to_string(testing::free_port())},
                       {"OMP_NUM_THREADS", "1"},
                       {"CUDA_VISIBLE_DEVICES", ""}};
   Processes ranks;

@@ -2,10 +2,7 @@
 // tests as the rank's body.
 #pragma once
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,22 +15,11 @@
 #include <vector>
 
 #include "poise/error.h"
+#include "support/free_port.h"
 
 namespace poise::comm {
 
 using Variables = std::map<std::string, std::string>;
-
-inline int free_port() {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  ::bind(socket, reinterpret_cast<sockaddr*>(&address), length);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
-  ::close(socket);
-  return ntohs(address.sin_port);
-}
 
 // One run of the disabled test Rank.<body>.
 class Process {
@@ -97,7 +83,7 @@ using Processes = std::vector<std::unique_ptr<Process>>;
 inline Processes start_ranks(const std::string& body, int size, Variables variables = {}) {
   variables["WORLD_SIZE"] = std::to_string(size);
   variables.try_emplace("MASTER_ADDR", "127.0.0.1");
-  variables.try_emplace("MASTER_PORT", std::to_string(free_port()));
+  variables.try_emplace("MASTER_PORT", std::to_string(testing::free_port()));
   variables["OMP_NUM_THREADS"] = "1";
   variables["CUDA_VISIBLE_DEVICES"] = "";
   Processes ranks;

@@ -14,6 +14,7 @@
 #include "offload/digest.h"
 #include "state/files.h"
 #include "state/training.h"
+#include "support/free_port.h"
 
 namespace poise {
 namespace {
@@ -155,7 +156,7 @@ TEST_P(Kills, NeverLoseTheLatestSave) {
   for (std::int64_t kill = 0; kill < kills; ++kill) {
     const auto ready = folder / "ready" + std::to_string(kill) + ".";
     std::vector<std::unique_ptr<Rank>> processes;
-    const int port = comm::free_port();
+    const int port = testing::free_port();
     const auto config = config_of(behind, kill % 2 == 1 ? away : "");
     for (int rank = 0; rank < ranks; ++rank) {
       processes.push_back(std::make_unique<Rank>(rank, ranks, port, saves, config, ready));
