@@ -9,18 +9,28 @@ mkdir -p "$logs"
 failed=0
 
 run() {  # name, log, command...
-  local name=$1 log=$logs/$2 start=$SECONDS status
+  local name=$1 log=$logs/$2 start=$SECONDS
   shift 2
   "$@" 2>&1 | tee "$log"
-  status=${PIPESTATUS[0]}
-  [ "$status" = 0 ] || failed=1
-  closing+=("$name: $([ "$status" = 0 ] && echo passed || echo "FAILED (status $status, $log)"), $((SECONDS - start)) s")
+  close "$name" "${PIPESTATUS[0]}" "$log" "$start"
+}
+
+close() {  # name, status, log, start
+  [ "$2" = 0 ] || failed=1
+  closing+=("$1: $([ "$2" = 0 ] && echo passed || echo "FAILED (status $2, $3)"), $((SECONDS - $4)) s")
 }
 
 closing=()
 run "C++ tests" ctest.txt ctest --preset "$preset" --parallel "${JOBS:-2}"
 if [ "$preset" != asan ]; then  # that preset has no bindings
-  run "Python tests" pytest.txt python -m pytest
+  # Tests that mostly wait run beside the others.
+  waits=$logs/pytest_waits.txt start=$SECONDS
+  python -m pytest -m waits >"$waits" 2>&1 &
+  run "Python tests" pytest.txt python -m pytest -m "not rebuild and not waits"
+  wait $!
+  status=$?
+  cat "$waits"
+  close "Python tests that wait" "$status" "$waits" "$start"
 fi
 printf '%s\n' "${closing[@]}"
 exit $failed

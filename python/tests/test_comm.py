@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,9 @@ import poise
 import pytest
 import torch
 from poise import comm
+from rank_processes import free_port
+
+pytestmark = pytest.mark.waits
 
 _START = """
 import os, signal, sys, threading, time
@@ -26,12 +28,6 @@ _GROUP = """
 dist.init_process_group("gloo")
 group = comm.from_process_group(dist.group.WORLD)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def start(body: str, size: int = 2) -> list[subprocess.Popen]:

@@ -17,9 +17,10 @@ import rank_processes
 from rank_processes import by_torchrun
 from test_pretend_ranks import with_one_gpu
 
-pytestmark = pytest.mark.skipif(
-    pretend_gpu.missing() is not None, reason=str(pretend_gpu.missing())
-)
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(pretend_gpu.missing() is not None, reason=str(pretend_gpu.missing())),
+]
 
 BOTH = "cpu:gloo,cuda:nccl"
 SCRIPT = str(Path(__file__).parent / "pretend_gpu_lost_ranks.py")
