@@ -22,17 +22,16 @@ plan::Lever adapters(bool fits) {
 }
 
 TEST(Misfit, SaysWhichLeversWouldFit) {
-  EXPECT_EQ(
-      what_helps({host(true), ranks(true), adapters(true)}),
-      "the same training would fit: optimizer states on the host (offload.optimizer: host, "
-      "3.00 MiB), or twice the ranks (4 ranks, 2.00 MiB); another training would fit: LoRA adapters "
-      "alone are trained (rank 16 on every matrix, 1.00 MiB)");
+  EXPECT_EQ(what_helps({host(true), ranks(true), adapters(true)}),
+            "the same training would fit: optimizer states on the host (offload.optimizer: host, "
+            "3.00 MiB), or twice the ranks (4 ranks, 2.00 MiB); another training would fit: LoRA "
+            "adapters "
+            "alone are trained (rank 16 on every matrix, 1.00 MiB)");
   EXPECT_EQ(what_helps({host(false), ranks(true), adapters(false)}),
             "the same training would fit: twice the ranks (4 ranks, 2.00 MiB)");
-  EXPECT_EQ(
-      what_helps({host(false), adapters(true)}),
-      "another training would fit: LoRA adapters alone are trained (rank 16 on every matrix, "
-      "1.00 MiB)");
+  EXPECT_EQ(what_helps({host(false), adapters(true)}),
+            "another training would fit: LoRA adapters alone are trained (rank 16 on every matrix, "
+            "1.00 MiB)");
 }
 
 TEST(Misfit, SaysTheBestLeverWhereNoneWouldFit) {
