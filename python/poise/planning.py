@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from poise import _C, fake_trace, generators, model_view, traced_model
