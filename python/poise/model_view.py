@@ -141,17 +141,19 @@ def _numel(module: nn.Module) -> int:
 
 
 def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Entries of the list that holds most parameters; lists of one class before mixed ones.
+    """Entries of the list that holds most parameters; lists of one class before mixed ones, and a ModuleList with one
+    entry (a model cut down to one layer) where there is no longer list.
 
     view() of the C++ library has the same rule (src/engine/view.cpp).
     """
-    best: tuple[bool, int] = (False, 0)
+    best: tuple[bool, bool, int] = (False, False, 0)
     blocks: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        long = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        if not long and not (isinstance(module, nn.ModuleList) and len(module) == 1):
             continue
-        rank = (is_uniform(module), _numel(module))
-        if rank > best and rank[1] > 0:
+        rank = (long, is_uniform(module), _numel(module))
+        if rank > best and rank[2] > 0:
             best = rank
             prefix = plain_name(f"{name}." if name else "")
             blocks = [(f"{prefix}{child}", m) for child, m in module.named_children()]

@@ -15,7 +15,7 @@ from plain_loop import Recipe, settings
 from poise import model_view
 from poise.loss import loss_parts
 from poise.status import Status
-from tiny_models import batch, counted, same_bits, split, tiny
+from tiny_models import TinyForCausalLM, batch, counted, same_bits, split, tiny
 from torch import nn
 
 WINDOW = split(batch(8, 12, seed=1), 2)
@@ -104,6 +104,18 @@ def test_units_are_the_repeated_blocks():
     assert engine_of(tiny()).units[:2] == ["blocks.0", "blocks.1"]
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert [name for name, _ in model_view.find_units(model)] == ["0", "1", "2"]
+
+
+def test_a_model_cut_down_to_one_layer_has_a_block():
+    """As for a quick look, where transformers' own checkpointing works, too."""
+    model = TinyForCausalLM(layers=1)
+    assert [name for name, _ in model_view.find_units(model)] == ["blocks.0"]
+    engine = engine_of(model, checkpointing={"policy": "every_n"})
+    runs = []
+    handle = model.blocks[0].up.register_forward_hook(lambda *_: runs.append(1))
+    engine.step([batch(2, 5, seed=1)], lambda piece: (model(**piece), 1))
+    handle.remove()
+    assert len(runs) == 2  # once more in backward
 
 
 class Holder(nn.Module):

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -14,9 +15,13 @@
 namespace poise {
 namespace {
 
-bool is_list(const torch::nn::Module& module) {
+bool is_long_list(const torch::nn::Module& module) {
   return (module.as<torch::nn::ModuleList>() || module.as<torch::nn::Sequential>()) &&
          module.children().size() >= 2;
+}
+
+bool is_list_of_one(const torch::nn::Module& module) {
+  return module.as<torch::nn::ModuleList>() && module.children().size() == 1;
 }
 
 bool of_one_class(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
@@ -39,14 +44,17 @@ std::int64_t numel_of(const torch::nn::Module& module) {
 
 // The path of the list of repeated blocks: of the ModuleLists and Sequentials (the module itself
 // may be one) the one that holds most parameters, those of one class before mixed ones, the first
-// of equals. model_view.find_units of the Python package has the same rule. nullopt: there is none.
+// of equals; a ModuleList with one entry (a model cut down to one layer) where there is no longer
+// list. model_view.find_units of the Python package has the same rule. nullopt: there is none.
 std::optional<std::string> path_of_blocks(const torch::nn::Module& module) {
   std::optional<std::string> best;
-  std::pair<bool, std::int64_t> best_rank{false, 0};
+  std::tuple<bool, bool, std::int64_t> best_rank{false, false, 0};
   const auto consider = [&](const std::string& path, const torch::nn::Module& candidate) {
-    if (!is_list(candidate)) return;
-    const std::pair rank{of_one_class(candidate.children()), numel_of(candidate)};
-    if (rank.second == 0 || rank <= best_rank) return;
+    const bool is_long = is_long_list(candidate);
+    if (!is_long && !is_list_of_one(candidate)) return;
+    const auto numel = numel_of(candidate);
+    const std::tuple rank{is_long, of_one_class(candidate.children()), numel};
+    if (numel == 0 || rank <= best_rank) return;
     best_rank = rank;
     best = path;
   };

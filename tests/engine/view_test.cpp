@@ -59,6 +59,16 @@ TEST(View, TheModuleItselfMayBeTheList) {
   EXPECT_THAT(units_of(*nested), ElementsAre("1.0", "1.1"));
 }
 
+TEST(View, AModelCutDownToOneLayerHasABlock) {
+  struct Short : nn::Module {
+    Short() {
+      register_module("stem", nn::Sequential(nn::Linear(64, 64)));
+      register_module("blocks", nn::ModuleList(std::make_shared<Block>()));
+    }
+  };
+  EXPECT_THAT(units_of(Short()), ElementsAre("blocks.0"));
+}
+
 TEST(View, ATiedParameterCountsOnce) {
   const auto weight = at::ones({8, 8});  // 64 elements, not 128
   const auto list = [](const at::Tensor& first, const at::Tensor& second) {
