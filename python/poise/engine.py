@@ -123,6 +123,7 @@ class Engine:
         self._undo = contextlib.ExitStack()
         self._blocks = blocks
         self._checkpointing = settings["checkpointing"]
+        _let_go(self._names)
         around_blocks.attach(self, self._undo)
         weakref.finalize(self, self._undo.close).atexit = False
         _alive.add(self)
@@ -532,6 +533,14 @@ class Engine:
         sharded = self.group.size if self._ranks.shard is None else self._ranks.shard.size
         offloaded = settings["offload"]["parameters"] != "none"
         return offloaded or (sharded > 1 and settings["zero"]["stage"] == 3)
+
+
+def _let_go(parameters: Mapping[int, str]) -> None:
+    """Takes away what older engines put around the modules of these parameters, which live in a newer one now: a
+    second Trainer for a model, or a cell that is run again."""
+    for older in list(_alive):
+        if older._engine is not None and not parameters.keys().isdisjoint(older._names):
+            older._undo.close()
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

@@ -118,6 +118,42 @@ def test_a_model_cut_down_to_one_layer_has_a_block():
     assert len(runs) == 2  # once more in backward
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"checkpointing": {"policy": "every_n"}},
+        {
+            "offload": {
+                "activations": "host",
+                "activation_units": ["blocks.*"],
+                "activation_min_bytes": 0,
+            }
+        },
+    ],
+)
+def test_a_second_engine_for_a_model_takes_it_over(around):
+    """As a second Trainer makes one, whether the first is still there or not."""
+    model = tiny()
+    piece = batch(2, 5, seed=1)
+
+    def forwards(engine):
+        runs = []
+        handle = model.blocks[0].up.register_forward_hook(lambda *_: runs.append(1))
+        engine.step([piece], lambda batch: (model(**batch), 1))
+        handle.remove()
+        return len(runs), engine.memory()["own_peak"]["activations"]
+
+    plain = forwards(engine_of(model))
+    first = engine_of(model, **around)
+    changed = forwards(first)
+    assert changed != plain
+    second = engine_of(model, **around)
+    assert forwards(second) == changed
+    assert forwards(engine_of(model)) == plain
+    with pytest.raises(poise.Error, match="no longer lives in poise's memory"):
+        forwards(first)
+
+
 class Holder(nn.Module):
     def __init__(self, weight):
         super().__init__()
