@@ -261,10 +261,12 @@ Pass embedding(const Sizes& s, bool positions) {
   const auto row = positions ? s.sequence * s.width * s.residual_e : 0;
   const auto indices = positions ? s.sequence * 8 : 0;
   const auto table = s.vocabulary * s.width * s.weight_e;
+  // As if they were there from the beginning: the loss, its weight, its gradient, and its count.
+  constexpr std::int64_t kScalars = 20;
   Pass pass;
-  pass.saved = indices;
-  pass.forward_peak = indices + x + row + (positions ? x : 0);
-  pass.backward_peak = indices + x + std::max(2 * row, table);
+  pass.saved = indices + kScalars;
+  pass.forward_peak = pass.saved + x + row + (positions ? x : 0);
+  pass.backward_peak = pass.saved + x + std::max(2 * row, table);
   return pass;
 }
 
