@@ -211,8 +211,12 @@ def _candidates(
                 continue
             held = sum(needed[0].held.values())
             share = count / blocks if blocks and len(fits) > 1 else 0
-            slow, fast = needed[0].seconds(size), needed[-1].seconds(size)
-            seconds = fast + (slow - fast) * share if len(needed) > 1 else fast
+            known = none is not None and size <= none.known
+            fast = (none if known else needed[-1]).seconds(size)
+            slow = max(
+                fast, needed[0].seconds(size)
+            )  # recomputing is never faster, a clock may say so
+            seconds = fast + (slow - fast) * share
             found.append(
                 Candidate(
                     size, samples // size, count, held + peak_of(links), seconds * (samples // size)
@@ -243,7 +247,7 @@ def _choose(
     candidates = [
         dataclasses.replace(c, peak=int(p)) for c, p in zip(candidates, peaks, strict=True)
     ]
-    by_time = sorted(candidates, key=lambda c: (c.seconds, c.peak))
+    by_time = sorted(candidates, key=lambda c: (c.seconds, c.recomputed, c.peak))
     held = next((fit.held for fit in fits if fit is not None), {})
     several = len(fits) > 1
     chosen = _fastest(engine, by_time, room.left, batch_of, loss_fn, several=several)
