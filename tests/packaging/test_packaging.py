@@ -64,7 +64,7 @@ def bare(tmp_path_factory):
 def installed(bare, tmp_path_factory):
     """A prefix with poise built without Python against a LibTorch tree."""
     build, prefix = BUILD / "no_python", tmp_path_factory.mktemp("prefix")
-    run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+    run("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
         "-DPOISE_DEVELOPER=ON", "-DPOISE_PYTHON=OFF", f"-DPOISE_TORCH_ROOT={TORCH}", **bare)  # fmt: skip
     targets = ["poise"]
     if "poise_cli" in run("cmake", "--build", build, "--target", "help", **bare):
