@@ -59,7 +59,6 @@ __all__: list[str] = [
     "from_environment",
     "from_process_group",
     "gpu_reserve",
-    "inside_a_bf16_product",
     "known_devices",
     "list_saves",
     "log_write",
@@ -572,6 +571,11 @@ class PlanJob:
         """
     def trace(self, arg0: str, arg1: PlanTraced) -> None: ...
     @property
+    def bf16_product(self) -> int:
+        """
+        Bytes that a bf16 matrix product takes for each element beside its result.
+        """
+    @property
     def budget(self) -> int: ...
     @budget.setter
     def budget(self, arg0: typing.SupportsInt) -> None: ...
@@ -875,11 +879,6 @@ def from_process_group(
 def gpu_reserve(memory: typing.SupportsInt) -> int:
     """
     Bytes of a GPU's memory that a plan leaves to its context and libraries, and to blocks that the allocator cannot join.
-    """
-
-def inside_a_bf16_product() -> int:
-    """
-    Bytes for each element that a bf16 matrix product takes on this CPU beside its result.
     """
 
 def known_devices() -> list:

@@ -4,7 +4,7 @@ The model's parameters are replaced by fake ones while its loss runs; every stor
 makes is counted until it is gone, block by block (poise.trace has the blocks' rules). Nothing is
 allocated, and the model may be larger than the machine or on the meta device. Not seen: what an
 operation takes inside (a convolution's workspace, a fused attention's scratch), but for bf16 matrix
-products of the CPU.
+products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from poise import kept_attributes, model_view
 from poise._batch import leaves_of, mapped
-from poise._C import Error, inside_a_bf16_product
+from poise._C import Error
 from poise.fake_offload import Offload
 from poise.trace import Link, Marks
 
@@ -72,6 +72,7 @@ def trace(
     autocast: torch.dtype | None = None,
     away: bool = False,
     device: torch.device = CPU,
+    product: int = 0,
 ) -> Traced:
     """Traces one forward and backward.
 
@@ -86,6 +87,7 @@ def trace(
       away: whether what forward saves lies elsewhere until backward (poise.fake_offload).
       device: that the tensors say they are on, for models that name it, and for the kernels that torch
         chooses there; one of this machine.
+      product: bytes that a bf16 matrix product takes inside, for each element of it.
 
     Raises:
       Untraceable: where the model looks at values, or an operation has no fake form.
@@ -94,10 +96,10 @@ def trace(
     again = modules if recomputed else []
     made = None
     if len(modules) > 1:
-        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away, device)
+        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away, device, product)
     if made is None:  # the blocks did not run one after the other
         modules = []
-        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away, device)
+        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away, device, product)
     assert made is not None
     marks, counted = made
     names = (
@@ -130,10 +132,11 @@ def _trace(
     autocast: torch.dtype | None,
     away: bool,
     device: torch.device,
+    product: int,
 ) -> tuple[list[Link], list[_Count]] | None:
     whole = _Whole(model, loss_of, autocast, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = Counter()
+    counter = Counter(product)
     try:
         # The modes of its modules too; and compiled code that met a mode of torch's would run uncompiled from then on.
         with kept_attributes.kept(model), torch.compiler.set_stance("force_eager"):
@@ -257,8 +260,9 @@ def _unpacked_positions() -> Iterator[None]:
 class Counter(TorchDispatchMode):
     """Bytes of living storages, FLOPs, and bytes read and written; a meter for poise.trace.Marks."""
 
-    def __init__(self) -> None:
+    def __init__(self, product: int = 0) -> None:
         super().__init__()
+        self._product = product  # bytes that a bf16 one takes inside, for each element
         self._known, self._before = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._now = self._peak = 0
         self._flops = self._moved = 0.0
@@ -311,9 +315,9 @@ class Counter(TorchDispatchMode):
     def _inside_product(self, packet: Any, out: Any) -> int:
         if packet not in _PRODUCTS and packet not in _PRODUCTS_OF_BATCHES:
             return 0
-        if out.dtype is not torch.bfloat16 or out.device.type != "cpu":
+        if out.dtype is not torch.bfloat16:
             return 0
-        each = out.shape[-2] * out.shape[-1] * inside_a_bf16_product()
+        each = out.shape[-2] * out.shape[-1] * self._product
         return each if packet in _PRODUCTS else each * min(len(out), torch.get_num_threads())
 
     def _count(self, tensor: torch.Tensor) -> int:

@@ -103,6 +103,7 @@ class Forecast:
                 sorted({1, min(4, task.mine), task.mine, task.micro_batch or 1}),
                 away=task.away[2] != "none",
                 device=task.device,
+                product=task.job().bf16_product,
             )
 
     def _flags(self, blocks: Sequence[bool]) -> list[bool]:

@@ -298,6 +298,7 @@ def plan(
             notes,
             away=offload is not None,
             device=device,
+            product=job.bf16_product,
         )
     if offload is not None and how != "fake tensors":
         job.may_offload([there for there in _offloads(offload) if there[3] == "none"])

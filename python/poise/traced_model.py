@@ -41,12 +41,14 @@ def traced(
     *,
     away: bool = False,
     device: torch.device = fake_trace.CPU,
+    product: int = 0,
 ) -> tuple[PlanTraced, str]:
-    """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too."""
+    """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too; `product`:
+    as in fake_trace.trace."""
     model = loss.model
     try:
         chain = by_fake_tensors(
-            model, sample, loss, blocks, precision, sizes, away=away, device=device
+            model, sample, loss, blocks, precision, sizes, away=away, device=device, product=product
         )
         return chain, "fake tensors"
     except fake_trace.Untraceable as error:
@@ -66,6 +68,7 @@ def by_fake_tensors(
     *,
     away: bool = False,
     device: torch.device = fake_trace.CPU,
+    product: int = 0,
 ) -> PlanTraced:
     """The model at so many samples, without memory. Raises fake_trace.Untraceable.
 
@@ -87,6 +90,7 @@ def by_fake_tensors(
             autocast=autocast,
             away=away,
             device=where,
+            product=product,
         )
 
     def chain(where: torch.device) -> PlanTraced:

@@ -237,11 +237,14 @@ void bind_job(py::module_& module) {
       .def(
           "run_on_this_cpu", [](Job& job) { job.cpu = cpu_operators(); },
           "Operators of a CPU take what they take here.")
+      .def_property_readonly(
+          "bf16_product",
+          [](const Job& job) {
+            return job.machine.device.place == plan::Place::cpu ? job.cpu.bf16_product : 0;
+          },
+          "Bytes that a bf16 matrix product takes for each element beside its result.")
       .def_readwrite("stages", &Job::stages)
       .def_readwrite("shard_ranks", &Job::shard_ranks);
-  module.def(
-      "inside_a_bf16_product", [] { return cpu_operators().bf16_product; },
-      "Bytes for each element that a bf16 matrix product takes on this CPU beside its result.");
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("plan_search", &plan::search, py::arg("job"), Release());
   module.def("plan_levers", &plan::levers, py::arg("job"), Release());
