@@ -21,6 +21,22 @@ bool fits(const Span& span, const at::Tensor& tensor) {
   return tensor.is_contiguous() && tensor.scalar_type() == span.dtype() && tensor.device().is_cpu();
 }
 
+// An interrupt ends the wait, not the transfer: the memory is not the caller's before that is over.
+void finish(const Event& event) {
+  try {
+    event.synchronize();
+  } catch (...) {
+    if (!event.done()) {
+      try {
+        event.synchronize_on_worker();
+      } catch (...) {
+        // The interrupt is what is told.
+      }
+    }
+    throw;
+  }
+}
+
 // A tensor of another type or device goes by a small one of the CPU.
 template <class Move>
 void in_pieces(const at::Tensor& whole, at::ScalarType dtype, Move move) {
@@ -53,12 +69,12 @@ void Span::read(std::int64_t begin, const at::Tensor& to) {
   if (const auto here = tensor(); here.defined()) {
     to.copy_(here.narrow(0, begin, to.numel()).view_as(to));
   } else if (fits(*this, to)) {
-    fetch(begin, to).synchronize();
+    finish(fetch(begin, to));
   } else {
     POISE_CHECK(to.is_contiguous());
     in_pieces(to.view({-1}), dtype_,
               [&](std::int64_t at, const at::Tensor& part, at::Tensor& piece) {
-                fetch(begin + at, piece).synchronize();
+                finish(fetch(begin + at, piece));
                 part.copy_(piece);
               });
   }
@@ -69,12 +85,12 @@ void Span::write(std::int64_t begin, const at::Tensor& from) {
   if (const auto here = tensor(); here.defined()) {
     here.narrow(0, begin, from.numel()).copy_(from.reshape({-1}));
   } else if (fits(*this, from)) {
-    put(begin, from).synchronize();
+    finish(put(begin, from));
   } else {
     in_pieces(from.reshape({-1}), dtype_,
               [&](std::int64_t at, const at::Tensor& part, at::Tensor& piece) {
                 piece.copy_(part);
-                put(begin + at, piece).synchronize();
+                finish(put(begin + at, piece));
               });
   }
 }

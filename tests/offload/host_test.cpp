@@ -1,11 +1,18 @@
 // Host memory lies outside ledger and budget and is counted; spans in memory keep what was put.
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
+#include <thread>
+
 #include "offload/settings.h"
 #include "poise/memory.h"
+#include "support/interrupts.h"
+#include "support/slow_span.h"
 
 namespace poise::offload {
 namespace {
@@ -72,6 +79,27 @@ TEST(Span, ReadsAndWritesOtherTypesAndShapes) {
     span->read(5, back);
     EXPECT_TRUE(at::equal(back, matrix.to(at::kBFloat16).to(at::kDouble)));
   }
+}
+
+// Ctrl-C ends the wait; the memory is the caller's again only when nothing comes into it any more.
+TEST(Span, LeavesNoTransferBehindAnInterruptedRead) {
+  constexpr std::int64_t kNumel = 1000;
+  std::promise<void> go;
+  Stream stream;
+  testing::SlowSpan span(kNumel, stream, go.get_future().share());
+  std::thread disk([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    go.set_value();
+  });
+  auto into = at::empty({kNumel}, at::kFloat);
+  {
+    const testing::Interrupts interrupts;
+    EXPECT_THROW(span.read(0, into), Interrupted);
+  }
+  into.fill_(7);
+  disk.join();
+  stream.synchronize();
+  EXPECT_TRUE(at::equal(into, at::full({kNumel}, 7.f)));
 }
 
 TEST(Resident, IsTheTensorItself) {

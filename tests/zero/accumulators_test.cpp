@@ -10,34 +10,12 @@
 #include <thread>
 
 #include "poise/interrupt.h"
+#include "support/slow_span.h"
 
 namespace poise::zero {
 namespace {
 
 using Use = Accumulators::Use;
-
-// Its fetches wait until they may go.
-class SlowSpan final : public offload::Span {
- public:
-  SlowSpan(std::int64_t numel, Stream& stream, std::shared_future<void> go)
-      : Span(numel, at::kFloat), stream_(stream), go_(std::move(go)) {}
-
- private:
-  Event do_fetch(std::int64_t, const at::Tensor& to) override {
-    return stream_.submit([this, to] {
-      go_.wait();
-      to.copy_(kept_);
-    });
-  }
-  Event do_put(std::int64_t, const at::Tensor& from) override {
-    kept_ = from.clone();
-    return {};
-  }
-
-  Stream& stream_;
-  std::shared_future<void> go_;
-  at::Tensor kept_;
-};
 
 // Ctrl-C ends the wait and not the transfer, which would come into the sums of the next window.
 TEST(Accumulators, AreNotWrittenToAfterAnInterruptedWindow) {
@@ -48,7 +26,7 @@ TEST(Accumulators, AreNotWrittenToAfterAnInterruptedWindow) {
   const auto may_go = go.get_future().share();
   std::vector<offload::SpanPtr> spans;
   for (int i = 0; i < kFlats; ++i) {
-    spans.push_back(std::make_shared<SlowSpan>(kNumel, stream, may_go));
+    spans.push_back(std::make_shared<testing::SlowSpan>(kNumel, stream, may_go));
   }
   offload::HostMemory memory(c10::kCPU, 0);
   Accumulators accumulators(spans, &memory);
