@@ -256,7 +256,7 @@ void Engine::Impl::prepare_gathering(const char* call) {
          " micro-batches; call it between windows");
   }
   refuse_half_an_update();
-  store.notice_edits();
+  notice_edits();
 }
 
 Engine::Gathered Engine::gathered(std::optional<int> writer) {

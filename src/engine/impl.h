@@ -175,6 +175,7 @@ struct Engine::Impl {
   std::string save(const std::string& directory, const state::SaveOptions& options);
   state::Rehearsal rehearse_save(const std::string& directory);
   state::Contents current_contents();
+  void notice_edits();  // masters follow parameters that were edited, once no save reads them
   void check_between_windows(const char* call) const;
   state::Contents contents();
   void add_pieces(std::vector<state::Piece>& pieces);

@@ -139,9 +139,13 @@ state::Rehearsal Engine::Impl::rehearse_save(const std::string& directory) {
 }
 
 state::Contents Engine::Impl::current_contents() {
+  notice_edits();
+  return contents();
+}
+
+void Engine::Impl::notice_edits() {
   if (store.has_edits()) saver.finish_reading();
   store.notice_edits();
-  return contents();
 }
 
 void Engine::Impl::check_between_windows(const char* call) const {

@@ -37,8 +37,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
          "close it first");
   }
   freezing.open_window(*optimizer);
-  if (store.has_edits()) saver.finish_reading();
-  store.notice_edits();
+  notice_edits();
   gradients.start_window();
   loss_weights.begin_window(counts);
   following.begin_window();

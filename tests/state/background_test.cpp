@@ -68,6 +68,7 @@ void expect_what_was_there(Config config) {
     if (update % 3 == 1) {
       const at::NoGradGuard no_grad;
       parameter->mul_(1.5);
+      const auto whole = run.engine.gathered();  // takes edits over, as updates do
     }
     if (update % 3 == 2) {
       auto moments = run.engine.moments(name);
