@@ -132,13 +132,13 @@ void Engine::set_moments(const std::string& name, const std::vector<at::Tensor>&
   const auto part = zero::overlap({place.offset, place.offset + place.numel}, mine);
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
   at::NoGradGuard no_grad;
+  for (const auto& value : values) {
+    if (value.sizes() == parameter.sizes()) continue;
+    fail("engine", "set_moments('", name, "') got a tensor of shape ", value.sizes(),
+         "; the parameter's is ", parameter.sizes());
+  }
   impl_->saver.finish_reading();
-  for (std::size_t m = 0; m < values.size(); ++m) {
-    if (values[m].sizes() != parameter.sizes()) {
-      fail("engine", "set_moments('", name, "') got a tensor of shape ", values[m].sizes(),
-           "; the parameter's is ", parameter.sizes());
-    }
-    if (part.size() == 0) continue;
+  for (std::size_t m = 0; m < values.size() && part.size() > 0; ++m) {
     // In the order of the parameter's memory, which need not be that of its indices.
     const auto piece =
         at::zeros({place.numel}, at::TensorOptions(at::kFloat).device(impl_->device));

@@ -297,15 +297,23 @@ void Engine::Gathered::close() {
   auto* engine = std::exchange(engine_, nullptr);
   if (!engine) return;
   --engine->gathered_scopes;
-  engine->guarded([&] {
-    if (writer_) engine->saver.finish_reading();
-    const auto flats = engine->table.flats().size();
-    for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
-      engine->store.share_values(flat, *writer_);
-    }
-    if (!writer_) engine->store.warn_of_lost_edits();
+  const auto let_go = [&] {
     if (engine->units) unit_ ? engine->units->let_go(*unit_) : engine->units->release_all();
-  });
+  };
+  try {
+    engine->guarded([&] {
+      if (writer_) engine->saver.finish_reading();
+      const auto flats = engine->table.flats().size();
+      for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
+        engine->store.share_values(flat, *writer_);
+      }
+      if (!writer_) engine->store.warn_of_lost_edits();
+    });
+  } catch (...) {  // what is whole goes all the same
+    let_go();
+    throw;
+  }
+  engine->guarded(let_go);
 }
 
 void Engine::refresh(const std::string& name) {

@@ -221,7 +221,7 @@ void StateUpdate::settle() noexcept {
   for (auto& slot : slots_) {
     for (const auto& event : slot.events) {
       try {
-        event.synchronize();
+        event.synchronize_on_worker();  // an interrupt would not end the transfer
       } catch (...) {
         // It follows the failure that is on its way to the caller.
       }

@@ -32,9 +32,14 @@ Units::Units(const ParamTable& table, FlatStore& store, const Shards& shards, Fo
 void Units::follow_gather(int unit) {
   POISE_CHECK(!state(unit).live, "unit ", unit);
   gathered_.push_back(unit);  // the plan of the next micro-batch, as on the ranks that ran
-  for (const int flat : state(unit).flats) store_.make_room(flat);
-  for (const int flat : state(unit).flats) following_.wait(store_.gather_parameters(flat));
-  for (const int flat : state(unit).flats) store_.release(flat);
+  auto& s = state(unit);
+  for (const int flat : s.flats) store_.make_room(flat);
+  s.in_flight = true;  // discard() knows of it where a wait is interrupted
+  for (const int flat : s.flats) s.gathers.push_back(store_.gather_parameters(flat));
+  for (const auto& gather : s.gathers) following_.wait(gather);
+  s.gathers.clear();
+  s.in_flight = false;
+  for (const int flat : s.flats) store_.release(flat);
 }
 
 void Units::submit(int unit) {
@@ -200,19 +205,24 @@ void Units::discard() {
   tasks_.clear();
   for (std::size_t unit = 0; unit < states_.size(); ++unit) {
     auto& s = states_[unit];
-    for (const auto& gather : s.gathers) {
-      try {
-        gather.wait();
-      } catch (...) {
-        // Discarding follows a failure; this one has the same cause.
-      }
-    }
-    s.gathers.clear();
     s.forward_claims = 0;
     s.open_calls.clear();
     s.backward_claims.clear();
     s.marks = s.marks_passed = 0;
     s.unmarked = false;
+    s.idle = false;
+    bool over = true;
+    for (const auto& gather : s.gathers) {
+      try {
+        gather.wait();
+      } catch (...) {
+        // Discarding follows a failure; this one has the same cause. But an interrupt ends the wait
+        // alone, and the gather still writes: who needs the unit next waits for it.
+        over = over && gather.done();
+      }
+    }
+    if (!over) continue;
+    s.gathers.clear();
     s.in_flight = false;
     s.live = true;  // also releases what was in flight
     release(static_cast<int>(unit));
@@ -221,12 +231,22 @@ void Units::discard() {
 
 void Units::claim_all() {
   for (std::size_t unit = 0; unit < states_.size(); ++unit) ++states_[unit].forward_claims;
-  for (std::size_t unit = 0; unit < states_.size(); ++unit) ensure(static_cast<int>(unit));
+  try {
+    for (std::size_t unit = 0; unit < states_.size(); ++unit) ensure(static_cast<int>(unit));
+  } catch (...) {  // nobody would end these claims
+    release_all();
+    throw;
+  }
 }
 
 void Units::claim(int unit) {
   ++state(unit).forward_claims;
-  ensure(unit);
+  try {
+    ensure(unit);
+  } catch (...) {
+    let_go(unit);
+    throw;
+  }
 }
 
 void Units::let_go(int unit) {
