@@ -265,6 +265,7 @@ void Engine::Impl::gather_gradients() {
 // Over several ranks all ranks have the same ones lent, and sum up together.
 void Engine::Impl::take_edited_gradients() {
   at::NoGradGuard no_grad;
+  small.reset();  // what is summed up anew is no measurement beside it
   bool edited = group->size() > 1;
   for (auto& [entry, pair] : lent) {
     if (at::equal(pair.gradient, pair.original)) continue;

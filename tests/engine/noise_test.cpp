@@ -35,6 +35,31 @@ TEST(NoiseScale, SolvesTheTwoEquations) {
   EXPECT_TRUE(std::isinf(lost.value()));
 }
 
+// A gradient that the loop mends after begin_update() is none that was measured.
+TEST(NoiseScale, TakesNothingOfGradientsThatAreEdited) {
+  auto weights = test::normal({kWidth}, 3).abs_().requires_grad_();
+  Config config;
+  config.optimizer.max_grad_norm = 0;
+  config.engine.noise_scale = true;
+  config.batch.accumulation = 2;
+  Engine engine({{{"w", weights}}, {}, {}}, config);
+  const auto backward = [&](const at::Tensor& of) { engine.backward(Loss::mean(of, 8)); };
+  const auto window = [&](std::uint64_t seed) {
+    for (std::uint64_t i = 0; i < 2; ++i) {
+      backward((test::normal({kWidth}, 10 * seed + i) + 1).matmul(weights));
+    }
+  };
+  window(1);
+  engine.step();
+  backward((weights - weights.detach()).sqrt().sum());  // of infinite slope
+  backward(weights.sum());
+  engine.begin_update();
+  engine.gradient("w").fill_(0.5);
+  EXPECT_EQ(engine.step().status, Status::applied);
+  window(2);
+  EXPECT_TRUE(std::isfinite(engine.step().noise_scale));
+}
+
 class Measured : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
 TEST_P(Measured, IsThatOfTheSamples) {
