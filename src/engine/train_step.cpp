@@ -298,12 +298,12 @@ void Engine::Impl::apply(double factor) {
         gathers.values(flat);
       }
     });
+    gathers.wait();
   } catch (...) {
     half_an_update = engine::message_of(std::current_exception());
     gathers.drop();
     throw;
   }
-  gathers.wait();
 }
 
 // All ranks have agreed on the update by now: none can follow the others past a part that it has no

@@ -2,7 +2,9 @@
 // nothing has changed, and the training goes on as if the window had been run once.
 #include <gtest/gtest.h>
 
+#include "poise/interrupt.h"
 #include "poise/window_dropped.h"
+#include "support/temp_folder.h"
 #include "zero/training.h"
 
 namespace poise {
@@ -101,6 +103,48 @@ TEST_P(DroppedWindow, IsDroppedOnAllRanks) {
       }
     }
   }
+}
+
+// Interrupts the thread that chose a value once that has changed.
+thread_local const float* watched = nullptr;
+thread_local float before_update = 0;
+
+// Ctrl-C while this rank has made its part of the update and waits for that of the others: its
+// state is partly of the next update, under the number of this one.
+TEST(InterruptedUpdate, IsNotSaved) {
+  const testing::TempFolder folder;
+  Config config;
+  config.optimizer = test::adamw();
+  config.zero.stage = 1;
+  auto* const old = set_interrupt_check([] {
+    if (watched != nullptr && *watched != before_update) throw Interrupted{2};
+  });
+  testing::errors_on_ranks(
+      2,
+      [&](std::shared_ptr<comm::Group> group) {
+        at::set_num_threads(1);
+        test::GridModel model;
+        Engine engine(model.view(), config, group);
+        model.bind(engine);
+        const auto step = [&] {
+          const auto batch = test::make_tokens(3, static_cast<std::uint64_t>(group->rank()));
+          engine.step(std::vector{batch}, [&](const at::Tensor& b) {
+            return Loss::sum(model.loss_sum(b), test::counted(b));
+          });
+        };
+        step();
+        if (group->rank() == 1) return step();
+        watched = model.slots().front().second->const_data_ptr<float>();
+        before_update = *watched;
+        Stream::set_test_delay(3, 600'000);
+        EXPECT_THROW(step(), Interrupted);
+        Stream::set_test_delay(0, 0);
+        watched = nullptr;
+        const auto message = testing::message_of([&] { engine.save(folder.path()); });
+        EXPECT_NE(message.find("update 2 ended in its middle"), std::string::npos) << message;
+      },
+      {.timeout = std::chrono::seconds(30)});
+  set_interrupt_check(old);
 }
 
 TEST(DroppedWindowOfOneRank, KeepsItsType) {
