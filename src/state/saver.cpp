@@ -113,13 +113,14 @@ void Saver::say(const Job& job, const std::string& key, const std::string& text)
     group_->leave_note(join("save/", settings_.id, '/', key), join(job.number, ' ', text));
 }
 
-std::string Saver::hear(const Job& job, const std::string& key) const {
+std::string Saver::hear(const Job& job, const std::string& key, Interrupts interrupts) const {
   const auto deadline = Clock::now() + settings_.timeout;
   const auto wanted = join(job.number, ' ');
   for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, kInterruptPeriod)) {
     const auto note = group_->note(join("save/", settings_.id, '/', key));
     if (note && note->rfind(wanted, 0) == 0) return note->substr(wanted.size());
     group_->check();
+    if (interrupts == Interrupts::end_it) check_interrupt();
     if (Clock::now() > deadline) {
       fail("state", "rank ", group_->rank(), " waited ", settings_.timeout.count() / 1000.0,
            " s for '", key, "' of the save ", job.name, "; look at the output of the other ranks");
@@ -219,13 +220,29 @@ void Saver::begin(Job& job) {
     say(job, "begin", join(offload::hex(job.buffers_digest), ' ', job.temporary));
     return;
   }
-  const auto text = hear(job, "begin");
+  const auto text = hear_begin(job);
   if (text.front() == kFailed) throw Error(text.substr(1));
   const auto space = text.find(' ');
   if (text.substr(0, space) == offload::hex(job.buffers_digest)) {
     job.buffers_digest = 0;  // as rank 0's
   }
   job.temporary = text.substr(space + 1);
+}
+
+// A rank that does not hear it takes no part in the save: rank 0 must not wait for its files.
+std::string Saver::hear_begin(const Job& job) const {
+  try {
+    return hear(job, "begin", Interrupts::end_it);
+  } catch (...) {
+    try {
+      say(job, join("done/", group_->rank()),
+          join(kFailed, "[state] rank ", group_->rank(), " takes no part in the save ", job.name,
+               ": ", message_of(std::current_exception())));
+    } catch (const std::exception&) {
+      // A group without its store: the others find out by themselves.
+    }
+    throw;
+  }
 }
 
 void Saver::write(Job& job, const Contents& contents, const SaveOptions& options) {
@@ -263,11 +280,11 @@ void Saver::end(Job& job) const {
     std::string outcome;
     if (group_->rank() > 0) {
       say(job, join("done/", group_->rank()), mine);
-      outcome = hear(job, "outcome");
+      outcome = hear(job, "outcome", Interrupts::are_not_its);
     } else {
       std::vector<std::string> shards{mine};
       for (int rank = 1; rank < group_->size(); ++rank) {
-        shards.push_back(hear(job, join("done/", rank)));
+        shards.push_back(hear(job, join("done/", rank), Interrupts::are_not_its));
       }
       for (std::size_t rank = 0; rank < shards.size() && outcome.empty(); ++rank) {
         if (shards[rank].front() == kFailed) outcome = shards[rank];

@@ -55,7 +55,9 @@ class Saver {
   void end(Job& job) const;
   std::int64_t commit(const Job& job, const std::vector<std::string>& shards) const;  // bytes
   void say(const Job& job, const std::string& key, const std::string& text) const;
-  std::string hear(const Job& job, const std::string& key) const;
+  enum class Interrupts { end_it, are_not_its };  // which only the thread of the caller hears of
+  std::string hear(const Job& job, const std::string& key, Interrupts interrupts) const;
+  std::string hear_begin(const Job& job) const;
 
   const std::shared_ptr<comm::Group> group_;
   const SaverSettings settings_;

@@ -4,11 +4,13 @@
 #include <sys/resource.h>
 
 #include <csignal>
+#include <future>
 
 #include "state/files.h"
 #include "state/safetensors.h"
 #include "state/staging.h"
 #include "state/training.h"
+#include "support/interrupts.h"
 
 namespace poise {
 namespace {
@@ -149,6 +151,33 @@ TEST(Background, AFailedSaveEndsNoGroup) {
                       run.engine.save(folder.path());
                     },
                     {.timeout = std::chrono::seconds(60)});
+  EXPECT_EQ(state::list(folder.path()), std::vector<std::string>{folder / "update-00000002"});
+}
+
+// Ctrl-C in a rank that waits for rank 0 to begin: rank 0 does not wait for it then.
+TEST(Background, ARankThatIsInterruptedBeforeItBeginsTakesNoPart) {
+  const TempFolder folder;
+  std::promise<void> pressed;
+  testing::on_ranks(
+      2,
+      [&](std::shared_ptr<comm::Group> group) {
+        Trained run(test::adamw_config(2), group);
+        run.step(0);
+        if (group->rank() == 1) {
+          {
+            const testing::Interrupts interrupts;
+            EXPECT_THROW(run.engine.save(folder.path()), Interrupted);
+          }
+          pressed.set_value();
+        } else {
+          pressed.get_future().wait();
+          const auto message = message_of([&] { run.engine.save(folder.path()); });
+          EXPECT_NE(message.find("rank 1 takes no part in the save"), std::string::npos) << message;
+        }
+        run.step(1);
+        run.engine.save(folder.path());
+      },
+      {.timeout = std::chrono::seconds(10)});
   EXPECT_EQ(state::list(folder.path()), std::vector<std::string>{folder / "update-00000002"});
 }
 
