@@ -128,6 +128,7 @@ void clear_left_overs(const std::string& directory) {
 namespace {
 
 void link_in(const std::string& directory, const std::string& name, const char* link) {
+  remove_tree(in(directory, kNewLink));  // of one that was killed here
   link_to(name, in(directory, kNewLink));
   rename_over(in(directory, kNewLink), in(directory, link));
 }
@@ -197,6 +198,8 @@ void mark_best(const std::string& save, const std::map<std::string, std::string>
   for (const auto& [key, value] : user) manifest.user[key] = value;
   const auto unfinished = in(directory, temporary_name(name, random_word()));
   write_new_file(unfinished, to_text(manifest));
+  // By its time saves are put in order, and this one is as old as it was.
+  set_changed_at(unfinished, changed_at(in(save, kManifest)));
   rename_over(unfinished, in(save, kManifest));
   sync(save);
   link_in(directory, name, kBest);

@@ -2,9 +2,12 @@
 // the path. (Not std::filesystem: libtorch exports one of another libstdc++.)
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "offload/digest.h"
@@ -56,6 +59,7 @@ bool is_file(const std::string& path);
 bool is_folder(const std::string& path);           // itself, not a link to one
 bool is_there(const std::string& path);            // whatever it is
 std::int64_t changed_at(const std::string& path);  // nanoseconds; 0: it is not there
+void set_changed_at(const std::string& path, std::int64_t nanoseconds);
 std::int64_t free_bytes(const std::string& path);  // of its file system
 void make_folders(const std::string& path);
 void make_folder(const std::string& path);
@@ -69,13 +73,27 @@ void put_in_place(const std::string& folder, const std::string& other);
 void link_to(const std::string& target, const std::string& link);
 std::string link_target(const std::string& link);  // empty: it is no link
 
-// Held by one process at a time; a dead one lets go of it.
+// Held by one save at a time; a dead process lets go of it.
 class Lock {
  public:
-  explicit Lock(const std::string& folder);  // throws Error where another process has it
+  // Waits for another one of this process; throws Error where another process has it.
+  explicit Lock(const std::string& folder);
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
 
  private:
-  Descriptor file_;
+  class InProcess {
+   public:
+    explicit InProcess(const std::string& folder);
+    ~InProcess();
+    InProcess(const InProcess&) = delete;
+    InProcess& operator=(const InProcess&) = delete;
+
+   private:
+    std::tuple<int, dev_t, ino_t> folder_;
+  };
+  InProcess in_process_;
+  Descriptor file_;  // closed before another save of this process may open it
 };
 
 }  // namespace poise::state

@@ -9,10 +9,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <set>
 
+#include "core/fork.h"
 #include "poise/error.h"
+#include "poise/interrupt.h"
 #include "state/files.h"
 
 namespace poise::state {
@@ -60,6 +65,12 @@ std::int64_t changed_at(const std::string& path) {
   struct stat found {};
   if (::lstat(path.c_str(), &found) != 0) return 0;
   return std::int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec;
+}
+
+void set_changed_at(const std::string& path, std::int64_t nanoseconds) {
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  const timespec times[] = {{0, UTIME_OMIT}, {nanoseconds / kSecond, nanoseconds % kSecond}};
+  if (::utimensat(AT_FDCWD, path.c_str(), times, 0) != 0) refuse("set the time of", path);
 }
 
 std::int64_t free_bytes(const std::string& path) {
@@ -147,7 +158,40 @@ std::string link_target(const std::string& link) {
   return target;
 }
 
-Lock::Lock(const std::string& folder) {
+namespace {
+
+// A lock of fcntl's is the process's: it does not keep two saves of one process apart, and goes
+// when any of them closes the file.
+struct OfThisProcess {
+  std::mutex mutex;
+  std::condition_variable gone;
+  std::set<std::tuple<int, dev_t, ino_t>> held;  // by fork: a child holds nothing
+};
+OfThisProcess& of_this_process() {
+  static auto* one = new OfThisProcess;
+  return *one;
+}
+
+}  // namespace
+
+Lock::InProcess::InProcess(const std::string& folder) {
+  struct stat found {};
+  if (::stat(folder.c_str(), &found) != 0) refuse("use the folder", folder);
+  folder_ = {fork_generation(), found.st_dev, found.st_ino};
+  auto& all = of_this_process();
+  std::unique_lock lock(all.mutex);
+  interruptible_wait(all.gone, lock, [&] { return all.held.count(folder_) == 0; });
+  all.held.insert(folder_);
+}
+
+Lock::InProcess::~InProcess() {
+  auto& all = of_this_process();
+  const std::lock_guard lock(all.mutex);
+  all.held.erase(folder_);
+  all.gone.notify_all();
+}
+
+Lock::Lock(const std::string& folder) : in_process_(folder) {
   const auto path = in(folder, ".lock");
   file_ = Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
   if (file_.get() < 0) refuse("make", path);

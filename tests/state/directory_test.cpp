@@ -163,6 +163,49 @@ TEST(Directory, TheBestMayBeNamedLater) {
             std::string::npos);
 }
 
+TEST(Directory, TheBestThatIsNamedLaterIsAsOldAsItWas) {
+  const TempFolder folder;
+  Trained run;
+  std::vector<std::string> made;
+  for (int i = 0; i < 3; ++i) {
+    made.push_back(run.engine.save(folder.path()));
+    run.step();
+  }
+  state::mark_best(made[0], {}, 0, 0);
+  EXPECT_EQ(state::list(folder.path()), made);
+  state::mark_best(made[2], {}, /*total_limit=*/2, 0);  // the oldest of the others goes
+  EXPECT_EQ(state::list(folder.path()), (std::vector<std::string>{made[1], made[2]}));
+}
+
+TEST(Directory, TheBestIsNamedWhereAnotherTryWasKilled) {
+  const TempFolder folder;
+  Trained run;
+  const auto made = run.engine.save(folder.path());
+  state::link_to("update-00000000", folder / ".latest.new");
+  state::mark_best(made, {}, 0, 0);
+  EXPECT_EQ(state::link_target(folder / "best"), "update-00000000");
+}
+
+// A lock of the process keeps its own saves from each other, too.
+TEST(Directory, TakesOneSaveOfAProcessAfterTheOther) {
+  const TempFolder folder;
+  auto config = test::adamw_config();
+  config.state.asynchronous = true;
+  test::TinyModel models[2];
+  Engine generator(models[0].view(), config), judge(models[1].view(), config);
+  for (int i = 0; i < 3; ++i) {
+    Stream::set_test_delay(3, 200'000);
+    const auto one = generator.save(folder.path(), {.name = join("generator-", i)});
+    const auto other = judge.save(folder.path(), {.name = join("judge-", i)});
+    state::mark_best(one, {}, 0, 0);
+    Stream::set_test_delay(0, 0);
+    generator.finish_save();
+    judge.finish_save();
+    for (const auto& save : {one, other}) state::verify(save);
+  }
+  EXPECT_EQ(state::list(folder.path()).size(), 6u);
+}
+
 // A newest save that says fewer updates (the run was begun anew) is still the one that stays.
 TEST(Directory, NeverRemovesWhatItHasJustMade) {
   const TempFolder folder;
