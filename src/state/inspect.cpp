@@ -116,6 +116,11 @@ std::vector<std::string> differences(const std::string& save, const std::string&
       lines.push_back(join("buffer ", buffer.name, " differs"));
     }
   }
+  for (const auto& buffer : n.buffers) {
+    if (!a.whole(kBuffer, buffer.name, 0).defined()) {
+      lines.push_back(join("buffer ", buffer.name, ": only in ", other));
+    }
+  }
   return lines;
 }
 

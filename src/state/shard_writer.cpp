@@ -83,9 +83,10 @@ void ShardWriter::write_rest() {
 
 char* ShardWriter::room(std::size_t& size) {
   if (filled_ == kTile) end_tile();
+  if (!tile_) tile_ = staging_.take_at_once();
   if (!tile_) {
-    if (staging_.used_up()) submit_filled();  // to get tiles back
-    tile_ = staging_.take(wait_);
+    submit_filled();  // to get tiles back
+    tile_ = staging_.take_when_back(wait_);
   }
   size = std::min(size, kTile - filled_);
   char* place = tile_->data + filled_;

@@ -22,31 +22,35 @@ Staging::Tile Staging::new_tile() {
   return tile;
 }
 
-Staging::Tile Staging::take(Wait wait) {
-  std::unique_lock lock(mutex_);
-  if (unused_.empty() && made_ < limit_) {
-    try {
-      auto tile = new_tile();
-      ++made_;
-      return tile;
-    } catch (const Error&) {
-      if (made_ < 2) throw;  // with two the save goes on, slower
-    }
+std::optional<Staging::Tile> Staging::take_at_once() {
+  const std::lock_guard lock(mutex_);
+  if (!unused_.empty()) return last_unused();
+  if (made_ >= limit_) return std::nullopt;
+  try {
+    auto tile = new_tile();
+    ++made_;
+    return tile;
+  } catch (const Error&) {
+    if (made_ < 2) throw;  // with two the save goes on, slower
+    return std::nullopt;
   }
+}
+
+Staging::Tile Staging::take_when_back(Wait wait) {
+  std::unique_lock lock(mutex_);
   const auto is_back = [&] { return !unused_.empty(); };  // each tile is: written or given up
   if (wait == Wait::interruptible) {
     interruptible_wait(returned_, lock, is_back);
   } else {
     returned_.wait(lock, is_back);
   }
+  return last_unused();
+}
+
+Staging::Tile Staging::last_unused() {
   auto tile = std::move(unused_.back());
   unused_.pop_back();
   return tile;
-}
-
-bool Staging::used_up() const {
-  const std::lock_guard lock(mutex_);
-  return unused_.empty() && made_ >= limit_;
 }
 
 void Staging::give_back(Tile tile) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "poise/offload.h"
@@ -29,18 +30,19 @@ class Staging {
   };
   // The thread that runs the training looks for Ctrl-C while it waits; others must not.
   enum class Wait { interruptible, plain };
-  Tile take(Wait wait);
-  bool used_up() const;       // take() would wait
-  void give_back(Tile tile);  // from any thread
+  std::optional<Tile> take_at_once();  // nullopt: none is to be had before one comes back
+  Tile take_when_back(Wait wait);      // who has filled some must have handed them on
+  void give_back(Tile tile);           // from any thread
   void free_unused();
   void make(std::int64_t bytes);  // as far as the limit allows, pages and all
 
  private:
   Tile new_tile();
+  Tile last_unused();
 
   offload::HostMemory& memory_;
   const std::size_t limit_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable returned_;
   std::vector<Tile> unused_;
   std::size_t made_ = 0;
