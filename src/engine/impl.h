@@ -184,6 +184,7 @@ struct Engine::Impl {
   void take_factors(const engine::OptimizerState& kept, std::size_t moment,
                     const state::Saved& saved);
   state::Loaded load(const std::string& path, const state::LoadOptions& options);
+  void refuse_to_mend_in_part(const state::LoadOptions& options) const;
   void take(const state::Saved& saved, const state::LoadOptions& options);
   void take_flat(int flat, const state::Saved& saved, const state::LoadOptions& options);
   void take_buffers(const state::Saved& saved);
@@ -254,8 +255,9 @@ struct Engine::Impl {
   std::map<int, Lent> lent;
   StepResult times;  // only its *_seconds
   engine::Clock::time_point window_start;
-  bool half_loaded = false;  // a load failed after it had begun to change things
-  state::Saver saver;        // the last member: what it still writes was copied
+  // How a load was asked for that failed after it had begun to change things.
+  std::optional<state::LoadOptions> half_loaded;
+  state::Saver saver;  // the last member: what it still writes was copied
 };
 
 }  // namespace poise

@@ -145,10 +145,11 @@ state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptio
          "load() of some names only, which would leave the rest of the optimizer behind; "
          "set weights_only too");
   }
+  refuse_to_mend_in_part(options);
   at::NoGradGuard no_grad;
   memory::AccountScope scope(ledger, memory::Account::staging);
   saver.finish();
-  store.notice_edits();
+  notice_edits();
   // What rank 0 finds; then no rank touches anything before all have found everything in order.
   const auto where = group->all_gather_text(state::find(path), "the save to load").front();
   std::optional<state::Saved> saved;
@@ -171,13 +172,24 @@ state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptio
   for (const auto& text : group->all_gather_text(problem, "checks of the save")) {
     if (!text.empty()) throw Error(text);
   }
-  half_loaded = true;
+  half_loaded = options;
   take(*saved, options);
-  half_loaded = false;
+  half_loaded.reset();
   half_an_update.clear();
   const auto& m = saved->manifest();
   return {where, static_cast<int>(m.ranks), m.cursor, m.user,
           saved->own(group->rank(), group->size())};
+}
+
+// What failed midway has left something that such a load would leave as it is.
+void Engine::Impl::refuse_to_mend_in_part(const state::LoadOptions& options) const {
+  if (!options.weights_only) return;
+  const bool weights_alone = half_loaded && half_loaded->weights_only && half_an_update.empty();
+  if ((!half_loaded && half_an_update.empty()) || (weights_alone && options.only.empty())) return;
+  fail("engine", "load() of ", options.only.empty() ? "weights" : "some names", " only came after ",
+       half_an_update.empty() ? "a load that failed midway"
+                              : join("update ", updates + 1, " ended in its middle"),
+       ", whose other half it would leave; load a whole save first");
 }
 
 void Engine::Impl::take(const state::Saved& saved, const state::LoadOptions& options) {
@@ -199,10 +211,14 @@ void Engine::Impl::take(const state::Saved& saved, const state::LoadOptions& opt
     const auto* from = saved_of(table.entries()[e], saved);
     freezing.set_missed(static_cast<int>(e), from == nullptr ? 0 : from->missed);
   }
+  // What the save does not know begins anew, whatever this engine has come to by now.
+  scaler = precision::LossScaler(config.precision);
+  loss_weights.resume({});
   if (scales_loss() && progress.loss_weight_exponent) {
     scaler.load({progress.loss_scale, progress.clean_updates, progress.overflows_in_row});
     loss_weights.resume(static_cast<int>(*progress.loss_weight_exponent));
   }
+  noise = {};
   if (progress.noise) noise.load({progress.noise->variance, progress.noise->signal});
   take_random_states(saved);
 }

@@ -62,7 +62,7 @@ class LossWeights {
 
   int q() const { return q_.value_or(0); }
   bool knows_q() const { return q_.has_value(); }
-  void resume(int q) { q_ = q; }  // that of a saved run
+  void resume(std::optional<int> q) { q_ = q; }  // that of a saved run
 
  private:
   struct Part {

@@ -45,7 +45,7 @@ state::Contents Engine::Impl::contents() {
   const auto scale = scaler.state();
   m.progress = {updates, skipped, scale.scale, scale.clean_updates, scale.overflows_in_row, {}, {}};
   if (const auto kept = noise.state()) m.progress.noise = {kept->variance, kept->signal};
-  if (loss_weights.knows_q()) m.progress.loss_weight_exponent = loss_weights.q();
+  if (scales_loss() && loss_weights.knows_q()) m.progress.loss_weight_exponent = loss_weights.q();
   for (std::size_t i = 0; i < table.entries().size(); ++i) {
     m.parameters.push_back(
         described(table.entries()[i], store.parameters()[i], freezing.missed(static_cast<int>(i))));
