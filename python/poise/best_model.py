@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class BestModel:
                 f"{', '.join(metrics)}; name one of these"
             )
         state, value = self._log.state, metrics[name]
-        if state.best_metric is not None and not self._is_better(value, state.best_metric):
+        if not self._is_better(value, state.best_metric):
             return
         state.best_metric, state.best_global_step = value, state.global_step
         if self._keeps:
@@ -53,8 +54,12 @@ class BestModel:
             f"{self._args.metric_for_best_model} {state.best_metric:.6g}"
         )
 
-    def _is_better(self, value: float, best: float) -> bool:
-        return value > best if self._args.greater_is_better else value < best
+    def _is_better(self, value: float, best: float | None) -> bool:
+        """A NaN never is: nothing would be better than one that came first."""
+        greater = self._args.greater_is_better
+        if best is None or math.isnan(best):
+            best = -math.inf if greater else math.inf
+        return value > best if greater else value < best
 
     def _save(self) -> None:
         files = ModelFiles(self._engine, self._first)

@@ -51,6 +51,18 @@ def test_the_best_model_is_loaded_at_the_end(metric, best, tmp_path):
         assert torch.equal(p, q), name
 
 
+@pytest.mark.parametrize(("greater", "best"), [(True, 4.0), (False, 1.0)])
+def test_a_nan_that_came_first_is_never_the_best(greater, best, tmp_path, monkeypatch):
+    monkeypatch.setattr(Judged, "scores", (float("nan"), 2.0, 1.0, 4.0, float("nan")))
+    trainer = judged(
+        tmp_path,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=greater,
+    )
+    assert trainer.state.best_metric == best
+
+
 def test_a_limit_of_checkpoints_does_not_reach_the_best(tmp_path):
     trainer = judged(tmp_path, load_best_model_at_end=True, save_steps=1, save_total_limit=1)
     assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-5"]
