@@ -328,6 +328,8 @@ def test_warmup_and_decay_rates_update_by_update():
     assert rates("WarmupLR", 6, **given) == pytest.approx([*log4, 1.0, 1.0])
     line = rates("WarmupLR", 6, **given, warmup_type="linear", warmup_min_lr=0.2)
     assert line == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.8, 1.0])
+    at_once = [rates("WarmupLR", 4, warmup_max_lr=1.0, warmup_num_steps=n) for n in (0, 2)]
+    assert at_once[0] == at_once[1] == pytest.approx([0.0, 0.0, 1.0, 1.0])
     decay = rates("WarmupDecayLR", 10, **given, total_num_steps=8)
     assert decay == pytest.approx([*log4, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 

@@ -287,8 +287,8 @@ def make(kind: str, optimizer: torch.optim.Optimizer, params: dict[str, Any]) ->
 
 
 def _warmup(steps: Any, kind: str) -> tuple[int, str]:
-    if not isinstance(steps, int) or steps <= 0:
-        raise Error(f"[deepspeed] scheduler.params.warmup_num_steps is {steps!r}; give 1 or more")
+    if not isinstance(steps, int) or steps < 0:
+        raise Error(f"[deepspeed] scheduler.params.warmup_num_steps is {steps!r}; give 0 or more")
     if kind not in ("log", "linear"):
         raise Error(f"[deepspeed] scheduler.params.warmup_type is {kind!r}; use log or linear")
     return max(2, steps), kind
