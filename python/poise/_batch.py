@@ -35,15 +35,18 @@ def of_entries(function: Callable[[Any], Any], values: Any) -> Any:
     """A mapping, list or tuple of what the function makes of its entries. It keeps its type, where that is made of
     entries."""
     if isinstance(values, Mapping):
-        made = {name: function(value) for name, value in values.items()}
-        try:
-            return type(values)(made)
-        except TypeError:
-            return made
+        return _of_type(type(values), {name: function(value) for name, value in values.items()})
     entries = [function(value) for value in values]
-    if isinstance(values, tuple):
-        return type(values)(*entries) if hasattr(values, "_fields") else tuple(entries)
-    return entries
+    if hasattr(values, "_fields"):
+        return type(values)(*entries)
+    return _of_type(type(values), tuple(entries) if isinstance(values, tuple) else entries)
+
+
+def _of_type(kind: type, made: Any) -> Any:
+    try:
+        return kind(made)
+    except TypeError:  # one that is not made of entries
+        return made
 
 
 def samples_in(batch: Any) -> int:
@@ -91,9 +94,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype) -> Any:
         return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
         cast = {k: v if k == "labels" else cast_inputs(v, dtype) for k, v in batch.items()}
-        return type(batch)(cast)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(cast_inputs(item, dtype) for item in batch))
+        return _of_type(type(batch), cast)
     if isinstance(batch, (list, tuple)):
-        return type(batch)(cast_inputs(item, dtype) for item in batch)
+        return of_entries(lambda item: cast_inputs(item, dtype), batch)
     return batch

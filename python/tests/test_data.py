@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections import OrderedDict, UserDict, defaultdict
 
 import poise
 import pytest
@@ -374,5 +375,9 @@ def test_count_targets_and_cast_inputs():
     cast = cast_inputs(batch, torch.bfloat16)
     assert cast["x"][0].dtype is torch.bfloat16 and cast["x"][1] is labels
     assert cast["mask"].dtype is torch.bool and cast["labels"] is floats and cast["name"] == "n"
+    kinds = [defaultdict(list, x=floats), UserDict(x=floats), OrderedDict(x=floats)]
+    assert all(cast_inputs(one, torch.bfloat16)["x"].dtype is torch.bfloat16 for one in kinds)
+    highest = floats[None].max(0)
+    assert cast_inputs(highest, torch.float32).values.dtype is torch.float32
     with pytest.raises(poise.Error, match="int64"):
         cast_inputs(batch, torch.int64)
