@@ -27,8 +27,6 @@ class OwnStep:
 
     Args:
       name: of the Trainer's class.
-      is_overridden: whether training_step is a subclass's own: whatever that runs up to its backward is
-        a forward, in the run's precision.
 
     Attributes:
       engine: of the micro-batch that is going on; None: none is.
@@ -36,8 +34,8 @@ class OwnStep:
 
     room, takes_unmarked = "trainer", True  # of plain_backward
 
-    def __init__(self, name: str, is_overridden: bool) -> None:
-        self._name, self._is_overridden = name, is_overridden
+    def __init__(self, name: str) -> None:
+        self._name, self._is_overridden = name, False
         self.engine: Engine | None = None
         self._forward = contextlib.ExitStack()
         self._lengths: set[int] = set()
@@ -46,9 +44,15 @@ class OwnStep:
         self._done = False
         self._division_was_told = False
 
-    def begin_window(self, micro_batches: int, accumulation: int) -> None:
-        """So many micro-batches come; a full window has `accumulation` of them."""
+    def begin_window(self, micro_batches: int, accumulation: int, is_overridden: bool) -> None:
+        """So many micro-batches come; a full window has `accumulation` of them.
+
+        Args:
+          is_overridden: whether training_step is a subclass's own: whatever that runs up to its backward is
+            a forward, in the run's precision.
+        """
         self._window, self._lengths = micro_batches, {micro_batches, accumulation}
+        self._is_overridden = is_overridden
 
     def run(
         self,

@@ -122,7 +122,7 @@ class Trainer(TrainerEngine):
         units: model_view.UnitChoice = None,
         shift_labels: bool | None = None,
     ) -> None:
-        unused_overrides.refuse(type(self))
+        unused_overrides.refuse(self)
         self.args = TrainingArguments.of(args)
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.optimizer, self.lr_scheduler = optimizers
@@ -147,7 +147,7 @@ class Trainer(TrainerEngine):
         self._compute_loss_func, self._shift_labels = compute_loss_func, shift_labels
         self._found: Balance | None = None  # where the arguments left it open
         self._halving: trainer_balance.Halving | None = None
-        self._step = OwnStep(type(self).__name__, self._overrides("training_step"))
+        self._step = OwnStep(type(self).__name__)
         self._check_eval_dataset()
         self._take(model_choice.first(model, model_init, self.args.seed))
         self.data_collator = data_collator or columns.usual_for(self.model, self.processing_class)
@@ -169,6 +169,7 @@ class Trainer(TrainerEngine):
         KeyboardInterrupt goes on to the caller. A non-finite loss or gradient stops it with the
         first parameter, input or module that is not finite, unless on_nonfinite says skip.
         """
+        unused_overrides.refuse(self)
         saves = self.args.save_strategy != "no"
         args, folder, first = self.args, Path(self.args.output_dir), self._group.rank == 0
         data = self._train_data()
@@ -265,7 +266,7 @@ class Trainer(TrainerEngine):
             loss_func = LabelSmoothing(smoothing, shifted)
         self._call = ModelCall(model, loss_func, self._shift_labels, self.args.label_names)
         self.label_names = list(self._call.label_names)
-        self._loss_of: Callable[[Any], Loss] = self._call
+        self._usual_loss: Callable[[Any], Loss] = self._call
         if self.args.loss_chunk_tokens > 0:
             if loss_func is not None:
                 what = "compute_loss_func" if smoothing == 0 else "label_smoothing_factor"
@@ -273,11 +274,8 @@ class Trainer(TrainerEngine):
                     f"[trainer] loss_chunk_tokens with {what}, which gets whole logits; leave one of "
                     "them out"
                 )
-            self._loss_of = ChunkedHead(self.model, self._call, self.args.loss_chunk_tokens)
-        if self._overrides("compute_loss"):
-            self._loss_of = self._given_loss
-        own = loss_func is None and not self._overrides("compute_loss")
-        self._numbers = wrong_batch.Numbers(model, self.label_names, makes_loss=own)
+            self._usual_loss = ChunkedHead(self.model, self._call, self.args.loss_chunk_tokens)
+        self._numbers = wrong_batch.Numbers(model, self.label_names, makes_loss=loss_func is None)
 
     def _loop(
         self,
@@ -353,8 +351,9 @@ class Trainer(TrainerEngine):
             counts = ranks.sums_of(self._group, self._call.window_counts(window))
 
         def run(batches: list[Any]) -> StepResult | None:
-            if self._overrides("training_step") or hand_update.is_wanted(self.callbacks):
-                self._step.begin_window(len(batches), self.args.accumulation)
+            is_overridden = self._overrides("training_step")
+            if is_overridden or hand_update.is_wanted(self.callbacks):
+                self._step.begin_window(len(batches), self.args.accumulation, is_overridden)
                 return hand_update.step(
                     self.engine,
                     batches,
@@ -406,12 +405,16 @@ class Trainer(TrainerEngine):
             "earlier": (self.engine.updates, self.engine.skipped_updates),
         }
 
+    @property
+    def _loss_of(self) -> Callable[[Any], Loss]:
+        return self._given_loss if self._overrides("compute_loss") else self._usual_loss
+
     def _loss(self, batch: Any) -> Loss:
         return self._loss_of(self._on_device(batch))
 
     def _on_device(self, batch: Any) -> Any:
         if self._device.type == "cuda":
-            self._numbers.check(batch)
+            self._numbers.check(batch, makes_loss=not self._overrides("compute_loss"))
         return trainer_data.to_device(batch, self._device)
 
     def _training_step(self, batch: Any) -> torch.Tensor:

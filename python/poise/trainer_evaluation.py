@@ -18,6 +18,7 @@ from poise import (
     prediction,
     ranks,
     trainer_data,
+    unused_overrides,
 )
 from poise._C import Error
 from poise.loss import Loss
@@ -44,7 +45,7 @@ class TrainerEvaluation(TrainerHooks):
 
         Args:
           eval_dataset: None: that of the Trainer. Of a dictionary of datasets each is evaluated, and
-            its name stands in front of its metrics.
+            its name stands in front of its metrics; the name of one of the Trainer's means that one.
           ignore_keys: outputs of the model that are no predictions.
         """
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
@@ -52,11 +53,13 @@ class TrainerEvaluation(TrainerHooks):
             raise Error(
                 "[trainer] there is no eval_dataset; give one to poise.Trainer or to evaluate()"
             )
+        dataset = self._named(dataset)
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
             for name, one in dataset.items():
                 metrics |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
+        unused_overrides.refuse(self)
         loader = self._eval_loader("get_eval_dataloader", dataset)
         if self.compute_metrics is not None and not self.args.prediction_loss_only:
             metrics = self._predict(loader, metric_key_prefix, True, ignore_keys).metrics
@@ -79,6 +82,7 @@ class TrainerEvaluation(TrainerHooks):
         Samples need no labels; where they have them, metrics hold the loss and what
         compute_metrics makes of them. Arrays of batches that differ in length are padded with -100.
         """
+        unused_overrides.refuse(self)
         loader = self._eval_loader("get_test_dataloader", test_dataset)
         output = self._predict(loader, metric_key_prefix, False, ignore_keys)
         self._event("on_predict", metrics=output.metrics)

@@ -113,7 +113,7 @@ class TrainerHooks(ScriptCalls):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        return trainer_data.eval_batches(dataset, self.args, self._collate())
+        return trainer_data.eval_batches(self._named(dataset), self.args, self._collate())
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return trainer_data.eval_batches(test_dataset, self.args, self._collate())
@@ -241,8 +241,21 @@ class TrainerHooks(ScriptCalls):
 
     # How poise.Trainer uses them.
 
+    def _named(self, dataset: Any) -> Any:
+        """The dataset that the Trainer has by that name, where it is one."""
+        if not isinstance(dataset, str):
+            return dataset
+        known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if dataset not in known:
+            raise Error(
+                f"[trainer] there is no eval_dataset called {dataset!r}; the Trainer has by name: "
+                f"{', '.join(known) or 'none'}"
+            )
+        return known[dataset]
+
     def _overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(TrainerHooks, name)
+        """A subclass, or this object: scripts also set trainer.compute_loss and the like."""
+        return name in vars(self) or getattr(type(self), name) is not getattr(TrainerHooks, name)
 
     def _given_loss(self, batch: Any) -> Loss:
         """The loss of a subclass's compute_loss, with the number of labels that counted."""

@@ -3,6 +3,8 @@ otherwise than it says."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from poise._C import Error
 
 _EVALUATION = (
@@ -28,11 +30,13 @@ _UNUSED = {
 }
 
 
-def refuse(kind: type) -> None:
-    """Raises Error where the class has one of them."""
+def refuse(trainer: Any) -> None:
+    """Raises Error where its class has one of them, or the object, on which scripts set them too."""
+    kind = type(trainer)
     for name, advice in _UNUSED.items():
         method = getattr(kind, name, None)
-        if method is not None and not method.__module__.startswith("poise."):
+        own = method is not None and not method.__module__.startswith("poise.")
+        if own or name in vars(trainer):
             raise Error(
                 f"[trainer] {kind.__name__} has {name}(), which transformers' Trainer calls and poise's does "
                 f"not; {advice}"

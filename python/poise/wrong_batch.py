@@ -138,12 +138,13 @@ class Numbers:
             makes_loss and chooses and any(head in kind for head in _CHOOSING_HEADS)
         )
 
-    def check(self, batch: Any) -> None:
-        """Raises Error with the first wrong number. What is on a GPU already is not looked at."""
+    def check(self, batch: Any, *, makes_loss: bool = True) -> None:
+        """Raises Error with the first wrong number. What is on a GPU already is not looked at, and labels only
+        where the model makes its loss of them."""
         found = []
         if isinstance(batch, Mapping) and self._words:
             found.append(("input_ids", batch.get("input_ids"), self._words))
-        if self._looks_at_labels:
+        if self._looks_at_labels and makes_loss:
             found += [one for one in _known(self._model, batch, self._names) if one[0] == "labels"]
         on_host = [one for one in found if getattr(one[1], "is_cpu", False)]
         if reason := _first_wrong(on_host):
