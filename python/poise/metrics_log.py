@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,9 +77,19 @@ class NoMetrics:
         pass
 
 
+def python_values(value: Any) -> Any:
+    """Numbers, texts, lists and dictionaries, which JSON has words for, of what a metric or a line may hold besides:
+    numpy's and torch's numbers and arrays."""
+    if isinstance(value, Mapping):
+        return {name: python_values(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [python_values(entry) for entry in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
-    return value
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value

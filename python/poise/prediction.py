@@ -160,8 +160,14 @@ def _prefixed(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
         name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
         for name, value in metrics.items()
     }
-    # numpy's numbers are no JSON.
-    return {k: v.item() if hasattr(v, "item") else v for k, v in named.items()}
+    return {k: v.item() if _is_number(v) else v for k, v in named.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Of numpy or torch: one, or an array of one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (numpy.generic, numpy.ndarray)) and value.size == 1
 
 
 class _Arrays:

@@ -11,7 +11,7 @@ from typing import Any
 
 from poise import callbacks, generators, noise, ranks
 from poise._C import Group, StepResult
-from poise.metrics_log import MetricsLog, NoMetrics
+from poise.metrics_log import MetricsLog, NoMetrics, python_values
 from poise.progress import Progress, line_of
 from poise.run_length import RunLength
 from poise.schedule_arguments import updates_of
@@ -191,6 +191,7 @@ class RunLog:
 
     def record(self, line: dict[str, Any]) -> None:
         """A line into history, file and callbacks."""
+        line = python_values(line)
         line = {"step": self.state.global_step, "epoch": round(self.state.epoch, 4), **line}
         self.state.log_history.append(line)
         self._metrics.write(line)

@@ -19,6 +19,7 @@ from poise._C import Error
 from poise.label_smoothing import LabelSmoother
 from poise.labels import labels_in
 from poise.loss import Count, Loss, as_loss
+from poise.metrics_log import python_values
 from poise.script_calls import ScriptCalls
 from poise.trainer_saving import STATE_FILE, whole_copies, write_model
 
@@ -148,6 +149,7 @@ class TrainerHooks(ScriptCalls):
         if self._run_log is not None:
             self._run_log.record(logs)
             return
+        logs = python_values(logs)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._event("on_log", logs=logs)
 
@@ -292,4 +294,6 @@ def _counted(loss: Any, count: Count) -> Loss:
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(python_values(values), indent=4, sort_keys=True) + "\n", encoding="utf-8"
+    )

@@ -266,3 +266,39 @@ def test_choices_that_cannot_be_kept(options, words):
 
 def test_no_optimizers_are_no_error():
     assert poise.Trainer(tiny(), optimizers=(None, None)).model is not None
+
+
+def test_metrics_may_hold_what_json_has_no_words_for(tmp_path):
+    confusion = numpy.eye(2, dtype=numpy.int64)
+
+    def metrics(pair):
+        nested = {"rows": numpy.int64(3), "parts": (numpy.float32(0.5), torch.tensor(2))}
+        return {"confusion": confusion, "nested": nested, "mean": torch.tensor([0.5])}
+
+    class Telling(poise.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            outputs = model(**inputs)
+            self.log({"seen": outputs["loss"].detach()})
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, save_steps=2)
+    trainer = Telling(
+        Classifier(),
+        args,
+        train_dataset=samples(),
+        eval_dataset=samples(),
+        compute_metrics=metrics,
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_confusion"] is confusion
+    trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_state()
+    told = {"rows": 3, "parts": [0.5, 2]}
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    written = [*map(json.loads, lines), *trainer.state.log_history]
+    written = [line for line in written if "eval_nested" in line]
+    written.append(json.loads((tmp_path / "eval_results.json").read_text()))
+    for line in written:
+        assert line["eval_nested"] == told and line["eval_mean"] == 0.5
+        assert line["eval_confusion"] == [[1, 0], [0, 1]]
+    assert len(written) == 7 and any("seen" in line for line in trainer.state.log_history)
