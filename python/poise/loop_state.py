@@ -4,6 +4,7 @@ counters. Plain JSON, so that reading a file runs nothing."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from poise._C import Error
 
 KEY = "poise.loop"  # of the save's texts
+_PAIRS, _COUNTER = "poise.pairs", "poise.counter"  # dictionaries whose keys are no texts
 _OF_ENGINE = ("params", "foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad")
 
 
@@ -33,7 +35,7 @@ def take(
     """Puts groups and schedulers back and returns the counters; None: a save of something else."""
     if saved is None:
         return {}
-    state = json.loads(saved)
+    state = from_json(saved)
     if len(state["groups"]) != len(optimizer.param_groups):
         raise Error(
             f"[loop] the save has {len(state['groups'])} parameter groups, the optimizer "
@@ -51,14 +53,37 @@ def take(
 
 
 def as_json(value: Any, what: str) -> str:
-    """Its text; raises Error on what JSON has no words for."""
+    """Its text, for from_json(); raises Error on what JSON has no words for."""
     try:
-        return json.dumps(value)
+        return json.dumps(_keyed(value))
     except (TypeError, ValueError) as error:
         raise Error(
             f"[loop] {what} cannot be saved as JSON: {error}; keep numbers, texts, lists and "
             "dictionaries"
         ) from None
+
+
+def from_json(text: str) -> Any:
+    """What as_json() made the text of; tuples are lists."""
+
+    def back(read: dict[str, Any]) -> Any:
+        if len(read) == 1 and _COUNTER in read:
+            return Counter(dict(map(tuple, read[_COUNTER])))
+        return dict(map(tuple, read[_PAIRS])) if len(read) == 1 and _PAIRS in read else read
+
+    return json.loads(text, object_hook=back)
+
+
+def _keyed(value: Any) -> Any:
+    """With dictionaries as pairs where JSON would make texts of their keys: MultiStepLR's milestones are numbers."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_keyed, value))
+    if not isinstance(value, Mapping):
+        return value
+    if all(isinstance(name, str) for name in value) and not isinstance(value, Counter):
+        return {name: _keyed(one) for name, one in value.items()}
+    pairs = [[name, _keyed(one)] for name, one in value.items()]
+    return {_COUNTER if isinstance(value, Counter) else _PAIRS: pairs}
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:

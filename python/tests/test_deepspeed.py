@@ -336,12 +336,13 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path):
     run(whole, data)
     first = resumable()
     run(first, data[:12])
-    assert first.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    client_state = {"epoch": 3, "seen": {0: [1.5], 4: {}}}
+    assert first.save_checkpoint(tmp_path, client_state=client_state)
     run(first, data[12:16])
     first.save_checkpoint(tmp_path, tag="mine")
     second = resumable()
     path, client = second.load_checkpoint(tmp_path, tag="global_step3")
-    assert path == str(tmp_path / "global_step3") and client == {"epoch": 3}
+    assert path == str(tmp_path / "global_step3") and client == client_state
     assert (second.global_steps, second.micro_steps, second.get_lr()) == (3, 12, [0.02])
     run(second, data[12:])
     for p, q in zip(second.module.parameters(), whole.module.parameters(), strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -361,7 +360,7 @@ class DeepSpeedEngine(WrappedModel):
             logger.warning("[deepspeed] there is no save in %s", folder)
             return None, None
         loaded = self.load(path, weights_only=load_module_only or not load_optimizer_states)
-        return loaded.path, json.loads(loaded.user.get(CLIENT, "{}"))
+        return loaded.path, loop_state.from_json(loaded.user.get(CLIENT, "{}"))
 
     def _counters(self) -> dict[str, Any]:
         return {"global_steps": self.global_steps, "micro_steps": self.micro_steps}
