@@ -339,6 +339,11 @@ class Engine:
         self._undo.close()
         self._engine = None
 
+    @property
+    def has_model(self) -> bool:
+        """Until give_back()."""
+        return self._engine is not None
+
     def state_dict(
         self, rank: int | None = None, device: torch.device | str | None = None
     ) -> dict[str, Any]:
@@ -545,6 +550,4 @@ def _let_go(parameters: Mapping[int, str]) -> None:
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:
     """The engine that a parameter lives in; None: none yet."""
-    return next(
-        (one for one in _alive if one._engine is not None and id(parameter) in one._names), None
-    )
+    return next((one for one in _alive if one.has_model and id(parameter) in one._names), None)

@@ -62,7 +62,7 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
         engine.set_moments(parameter, [m.float() for m in moments])
     stateless = {id(p) for p in parameters} - {id(p) for p in with_state}
-    if held and stateless:
+    if with_state and stateless:
         names = [name for name, p in engine.model.named_parameters() if id(p) in stateless]
         logger.warning(
             "[loop] %d parameters have no state in the optimizer (the first is %s): their moments "

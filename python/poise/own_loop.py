@@ -41,7 +41,8 @@ def wrap(
     The loop then says model.backward(loss), or loss.backward() as before, of the micro-batch's mean: not
     divided by the accumulation. It says model.clip_grad_norm_(...) for torch's function; optimizer.step(),
     scheduler.step() and optimizer.zero_grad() stay where they are, once per micro-batch, and act once per
-    update. Nothing is clipped unasked.
+    update. zero_grad() after the backward of a window's last micro-batch drops the window, as in a loop that
+    leaves out an update. Nothing is clipped unasked.
 
     Two things are not as in torch. torch.nn.utils.clip_grad_norm_ finds no `.grad`, so that it returns
     0 and clips nothing, unsaid: model.clip_grad_norm_ or optimizer.max_grad_norm in `config` clips.
@@ -54,7 +55,8 @@ def wrap(
       optimizer: torch.optim.AdamW, Adam or SGD, or one of poise.optimizers, with its groups,
         settings and state.
       scheduler: torch's schedulers of that optimizer (one, or a list): they step once per applied
-        update. ReduceLROnPlateau, which watches a metric, steps whenever it is asked.
+        update, or once an epoch where the loop asks for that. ReduceLROnPlateau, which watches a
+        metric, steps whenever it is asked.
       loader: gives the batches; known to poise, the last window of an epoch may be short, and a
         micro-batch weighs as many samples as it has.
       accumulation: micro-batches of one update on a rank.
@@ -84,13 +86,15 @@ def wrap(
 
 
 def gate(scheduler: Any, model: WrappedModel) -> None:
-    """Its step() does nothing but after an update that was applied."""
+    """Its step() acts where a window is not open, and was applied (WrappedModel.schedules_step)."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
-    step = scheduler.step
+    step, seen = scheduler.step, model.applied
 
     def after_updates(*args: Any, **kwargs: Any) -> None:
-        if model.step_was_applied:
+        nonlocal seen
+        if model.schedules_step(seen):
+            seen = model.applied
             step(*args, **kwargs)
 
     of_scheduler = scheduler.state_dict

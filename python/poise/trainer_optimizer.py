@@ -66,9 +66,10 @@ class TorchOptimizer:
                 self._scheduler.step()
 
     def before_update(self) -> None:
-        self._tie.give_settings()
+        self._tie.before_update()
 
     def after_update(self, result: StepResult) -> None:
+        self._tie.after_update(result)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         if result.applied and self._scheduler is not None:
             if not isinstance(self._scheduler, plateau):

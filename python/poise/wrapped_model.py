@@ -37,6 +37,7 @@ class WrappedModel:
       module: the model itself.
       loader: the given one, which knows its last batch; None: not given.
       last_result: StepResult of the last update, None before the first.
+      applied: updates that changed the parameters, since this object was made.
     """
 
     room, takes_unmarked = "loop", False  # of plain_backward
@@ -52,7 +53,8 @@ class WrappedModel:
         self.module = engine.model
         self.last_result: StepResult | None = None
         self._schedulers = list(schedulers)
-        self._optimizer = HandedOver(optimizer, engine, self.step)
+        self._optimizer = HandedOver(optimizer, engine, self.step, self._drop_full_window)
+        self.applied = 0
         self.loader = None if loader is None else MarkedLoader(loader, self._new_epoch)
         self._counts = ModelCall(engine.model)
         self._forward_count: Count = None
@@ -124,8 +126,10 @@ class WrappedModel:
         """The update, where the window is full; else nothing. optimizer.step() calls it."""
         if not self._syncs:
             return None
-        self._optimizer.give_settings()
+        self._optimizer.before_update()
         self.last_result = self.engine.step(last=True)
+        self.applied += self.last_result.applied
+        self._optimizer.after_update(self.last_result)
         return self.last_result
 
     @property
@@ -137,6 +141,13 @@ class WrappedModel:
     def step_was_applied(self) -> bool:
         """Whether the last optimizer.step() changed the parameters."""
         return self._syncs and self.last_result is not None and self.last_result.applied
+
+    def schedules_step(self, seen: int) -> bool:
+        """Whether a scheduler.step() acts that comes now, after another one when so many updates were applied: not
+        in an open window, and not after an update that was skipped, unless it is the first one since an update, as
+        that of a loop which steps once an epoch. Before the first update a schedule may be stepped ahead."""
+        was_skipped = self.last_result is not None and not self.last_result.applied
+        return self.applied > seen or (self._syncs and not was_skipped)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -212,6 +223,12 @@ class WrappedModel:
         if loader is None or not loader.at_end:
             return False
         return loader.calls + more >= loader.usual_calls
+
+    def _drop_full_window(self) -> None:
+        """What zero_grad() is for between backward and step: an update that the loop does not want. Of an open
+        window it drops nothing, since loops call it at each micro-batch."""
+        if self.engine.micro_batches > 0 and self._closes():
+            self.engine.discard_window()
 
     def _count(self) -> Count:
         if self._forward_count is not None:

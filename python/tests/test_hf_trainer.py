@@ -393,6 +393,8 @@ def test_given_optimizer_and_scheduler_are_used(tmp_path):
     twin = copy.deepcopy(model).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    hooked = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(optimizer.param_groups[0]["lr"]))
     args = arguments(tmp_path, max_grad_norm=0.0)
     trainer = poise.Trainer(model, args, train_dataset=rows, optimizers=(optimizer, scheduler))
     trainer.train()
@@ -408,6 +410,7 @@ def test_given_optimizer_and_scheduler_are_used(tmp_path):
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p.double(), q, rtol=0, atol=1e-6)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+    assert hooked == pytest.approx([0.5, 0.05])
 
 
 class WithOptimizer(poise.Trainer):

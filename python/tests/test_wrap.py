@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from poise.marked_loader import MarkedLoader
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -286,6 +287,91 @@ def test_a_scheduler_made_after_wrapping_reads_and_writes_the_same_groups():
     assert run.last_result.lr == 0.5
 
 
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_scheduler_of_epochs_steps_where_a_window_is_open(loader):
+    data, model = rows(6), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    step_down = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    batches = DataLoader(data, batch_size=2)
+    given = batches if loader else None
+    run, sgd, step_down, marked = poise.wrap(model, sgd, step_down, given, accumulation=2)
+    for _ in range(3):
+        for x, y in marked or batches:
+            run.backward(F.cross_entropy(run(x), y))
+            sgd.step()
+        step_down.step()
+    assert sgd.param_groups[0]["lr"] == 0.125
+
+
+def test_a_scheduler_of_epochs_steps_after_an_update_that_was_skipped():
+    data, model = rows(4), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    run, sgd, step_down, _ = poise.wrap(
+        model, sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    )
+    for factor in (1.0, float("nan")):
+        run.backward(F.cross_entropy(run(data[:][0]), data[:][1]) * factor, tokens=4)
+        sgd.step()
+    step_down.step()
+    assert sgd.param_groups[0]["lr"] == 0.5
+    step_down.step()  # the update before it was skipped
+    assert sgd.param_groups[0]["lr"] == 0.5
+
+
+def test_a_schedule_is_stepped_ahead_before_the_first_update():
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, sgd, step_down, _ = poise.wrap(
+        model, sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5), accumulation=4
+    )
+    for _ in range(3):
+        step_down.step()
+    assert sgd.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_zero_grad_drops_an_update_that_the_loop_leaves_out(accumulation):
+    data, model, reference = rows(12), network(), network(dtype=torch.float64)
+    pieces = [data[i : i + 4 // accumulation] for i in range(0, 12, 4 // accumulation)]
+    run, sgd, _, _ = poise.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation=accumulation
+    )
+    for number, (x, y) in enumerate(pieces, 1):
+        sgd.zero_grad()
+        run.backward(
+            F.cross_entropy(run(x), y) * (100 if accumulation < number <= 2 * accumulation else 1)
+        )
+        if number == 2 * accumulation:
+            sgd.zero_grad()
+            continue
+        sgd.step()
+    plain(reference, torch.optim.SGD(reference.parameters(), lr=0.1), [data[:4], data[8:]])
+    assert run.last_result.updates == 2
+    assert distance(model, reference) < 1e-6
+
+
+def test_hooks_around_a_step_run_once_for_each_update_that_is_applied():
+    data, model = rows(4), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen = []
+
+    def halve(optimizer, args, kwargs):
+        optimizer.param_groups[0]["lr"] /= 2
+
+    def note(optimizer, args, kwargs):
+        seen.append((optimizer, run.last_result.lr, run.last_result.updates))
+
+    run, sgd, _, _ = poise.wrap(model, sgd, accumulation=2)
+    sgd.register_step_pre_hook(halve)
+    sgd.register_step_post_hook(note)
+    everywhere = register_optimizer_step_post_hook(note)
+    for factor in (1.0, 1.0, float("nan"), 1.0, 1.0, 1.0):
+        run.backward(F.cross_entropy(run(data[:][0]), data[:][1]) * factor, tokens=4)
+        sgd.step()
+    everywhere.remove()
+    assert seen == 2 * [(sgd, 0.5, 1)] + 2 * [(sgd, 0.125, 2)]
+
+
 # State.
 
 
@@ -345,6 +431,15 @@ def test_state_of_a_wrapped_optimizer_loads_into_another():
         lambda o: None,
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=9),
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2),
+                torch.optim.lr_scheduler.MultiStepLR(o, [2]),
+            ],
+            [2],
+        ),
     ],
 )
 def test_a_saved_loop_goes_on_as_if_nothing_had_been(make, tmp_path):
@@ -374,6 +469,51 @@ def test_a_saved_loop_goes_on_as_if_nothing_had_been(make, tmp_path):
     for p, q in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert second.optimizer.param_groups[1]["lr"] == whole.optimizer.param_groups[1]["lr"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_loop_that_is_wrapped_again_goes_on(kind, caplog):
+    data = rows(32)
+    windows = [data[i : i + 8] for i in range(0, 32, 8)]
+
+    def begun(dtype=torch.float32):
+        model = network(dtype=dtype)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, adamw(model) if kind == "adamw" else sgd
+
+    model, optimizer = begun()
+    reference, theirs = begun(torch.float64)
+    steps = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (optimizer, theirs)]
+    plain(reference, theirs, windows, steps[1])
+    for half in (data[:16], data[16:]):
+        loader = DataLoader(TensorDataset(*half), batch_size=4)
+        wrapped(model, optimizer, steps[0], loader, accumulation=2)
+    assert optimizer.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert distance(model, reference) < 2e-6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_moments_of_16_bit_parameters_come_back_as_they_were(dtype):
+    data = rows(8)
+
+    def begun():
+        model = network()
+        precision = {"dtype": dtype, "parameters": dtype}
+        config = {"precision": precision, "engine": {"on_nonfinite": "skip"}}
+        return poise.wrap(model, adamw(model), config=config)
+
+    first, second = begun(), begun()
+    for _ in range(3):
+        first.model.backward(F.cross_entropy(first.model(data[:][0]), data[:][1]) * 1e-3)
+        first.optimizer.step()
+    saved = first.optimizer.state_dict()
+    second.optimizer.load_state_dict(copy.deepcopy(saved))
+    back = second.optimizer.state_dict()
+    for number, moments in saved["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(back["state"][number][name], value), name
+            assert name == "step" or (value.dtype == torch.float32 and value.any())
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,27 @@ def test_a_scheduler_that_was_not_given_is_noticed():
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(poise.Error, match="another optimizer"):
         poise.wrap(model, other, torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_is_refused_unless_it_does_nothing(fused, unscales):
+    model, (x, y) = network(), rows(4)[:]
+    before = [p.detach().clone() for p in model.parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    run, *_ = poise.wrap(model, sgd)
+    for enabled in (True, False):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(F.cross_entropy(run(x), y)).backward()
+        if unscales:
+            scaler.unscale_(sgd)
+        if enabled:
+            with pytest.raises(poise.Error, match="a GradScaler steps the optimizer"):
+                scaler.step(sgd)
+            assert all(map(torch.equal, before, model.parameters()))
+            sgd.zero_grad()
+            del sgd.grad_scale, sgd.found_inf
+        else:
+            scaler.step(sgd)
+            scaler.update()
+    assert run.last_result.applied

@@ -176,6 +176,8 @@ class DeepSpeedEngine(WrappedModel):
         """Nothing: gradients are the engine's, and zero after each update. An open window goes on, so
         that a loop may call it at each micro-batch; engine.discard_window() drops one."""
 
+    def _drop_full_window(self) -> None: ...  # the optimizer's zero_grad() is the same
+
     def window_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """The window's mean gradient, after the backward() of its last micro-batch and before step(),
         which takes what is written into it; all ranks."""
