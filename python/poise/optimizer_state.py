@@ -26,6 +26,7 @@ MOMENTS = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
 }
+COUNTED = ("adamw", "adam", "lamb")  # whose state has the number of steps
 
 
 def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -38,11 +39,13 @@ def fill(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         )
     for parameter in _trained_by(optimizer, engine):
         steps = engine.updates - engine.missed_updates(parameter)
-        if steps == 0:
+        if steps == 0 and kind in COUNTED:
             continue
         moments = [moment.clone() for moment in engine.moments(parameter)]
+        if steps == 0 and not any(moment.any() for moment in moments):  # else somebody gave them
+            continue
         optimizer.state[parameter] = dict(zip(MOMENTS[kind], moments, strict=False))
-        if kind in ("adamw", "adam", "lamb"):
+        if kind in COUNTED:
             optimizer.state[parameter]["step"] = torch.tensor(float(steps))
 
 

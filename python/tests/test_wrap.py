@@ -404,6 +404,25 @@ def test_training_goes_on_from_a_plain_optimizer_and_back(kind):
     assert distance(last_model, reference) < 2e-6
 
 
+@pytest.mark.parametrize("is_wrapped_before", [False, True])
+def test_momentum_is_saved_again_before_the_first_update(is_wrapped_before):
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain(model, sgd, [rows(8)[:]])
+    saved = copy.deepcopy(sgd.state_dict())
+    if is_wrapped_before:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        poise.wrap(model, sgd)
+        assert not sgd.state_dict()["state"]
+        sgd.load_state_dict(saved)
+    else:
+        poise.wrap(model, sgd)
+    again = sgd.state_dict()["state"]
+    assert len(again) == 4
+    for number, moments in saved["state"].items():
+        assert torch.equal(again[number]["momentum_buffer"], moments["momentum_buffer"])
+
+
 def test_state_of_a_wrapped_optimizer_loads_into_another():
     data = rows(32)
     reference, model = network(dtype=torch.float64), network()
