@@ -483,6 +483,13 @@ def test_what_initialize_cannot_keep_is_an_error():
         adam = {"type": "Adam", "params": params}
         with pytest.raises(poise.Error, match=message):
             poise.initialize(model=WithLoss(), config=config(optimizer=adam))
+    for path, open_one in (
+        ("bf16.enabled", {"bf16": {"enabled": "auto"}}),
+        ("gradient_clipping", {"gradient_clipping": "auto"}),
+        ("zero_optimization.stage", {"zero_optimization": {"stage": "auto"}}),
+    ):
+        with pytest.raises(poise.Error, match=f'{path} is "auto", which a Trainer fills in'):
+            poise.initialize(model=WithLoss(), config=config(**open_one))
     with pytest.raises(poise.Error, match="no settings"):
         poise.initialize(model=WithLoss())
     with pytest.raises(poise.Error, match="do not fit WarmupLR"):

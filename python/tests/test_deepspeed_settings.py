@@ -292,6 +292,13 @@ def test_auto_is_what_a_trainer_fills_in():
     assert settings.auto == ["train_batch_size", "fp16.enabled"]
 
 
+@pytest.mark.parametrize(
+    ("every", "updates"), [(math.inf, 0), (None, 0), (2000, 2000), (1e5, 100000)]
+)
+def test_lines_are_printed_as_often_as_it_says(every, updates):
+    assert read({"steps_per_print": every}).steps_per_print == updates
+
+
 def test_a_monitor_that_is_on_and_not_written_is_missed_aloud(caplog):
     with caplog.at_level(logging.WARNING, "poise"):
         read({"comet": {"enabled": True}, "comms_logger": {"enabled": False}}).tell_notes()

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -132,7 +133,10 @@ def read(config: Any, ranks: int = 1) -> Settings:
     settings.optimizer = _typed(values, "optimizer", settings)
     settings.scheduler = _typed(values, "scheduler", settings)
     settings.drop_last = bool(values.get("dataloader_drop_last", False))
-    settings.steps_per_print = int(_number(values, "steps_per_print", 0))
+    every = _number(values, "steps_per_print", 0)
+    settings.steps_per_print = (
+        int(every) if math.isfinite(every) else 0
+    )  # accelerate's infinity: never
     settings.monitor = _monitor(values)
     return settings
 

@@ -21,6 +21,11 @@ from poise.engine import Engine
 
 logger = logging.getLogger("poise")
 
+# "auto" would leave them at a default that nobody asked for.
+_DECIDED_HERE = (
+    "bf16.enabled", "fp16.enabled", "gradient_accumulation_steps", "gradient_clipping",
+    "zero_optimization.stage",
+)  # fmt: skip
 _LR = 5e-5  # poise's default where nobody names an optimizer
 
 
@@ -62,6 +67,8 @@ def initialize(
     launch.join()
     device = ranks.device()
     settings = read(_config_of(args, config, config_params), ranks.here().size)
+    for path in _DECIDED_HERE:
+        _refuse_auto(path, settings)
     if ranks.here().rank == 0:
         settings.tell_notes()
     if keeps_whole(settings.engine):
@@ -130,7 +137,7 @@ def _refuse_auto(prefix: str, settings: Settings) -> None:
     if open_ones:
         raise Error(
             f'[deepspeed] {open_ones[0]} is "auto", which a Trainer fills in from its arguments; '
-            "give a number, or leave it out"
+            "give a value, or leave it out"
         )
 
 
