@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from poise import _C
+from poise import _C, generators
 from poise._C import Error
 
 _log = logging.getLogger("poise")
@@ -142,8 +142,8 @@ class LoaderFeed:
     unit = "batches"
     size = None
 
-    def __init__(self, batches: Iterable[Any], accumulation: int) -> None:
-        self._source, self._accumulation = batches, accumulation
+    def __init__(self, batches: Iterable[Any], accumulation: int, seed: int) -> None:
+        self._source, self._accumulation, self._seed = batches, accumulation, seed
         self.num_workers = getattr(batches, "num_workers", 0)
         self._said = False
         self._one_pass, self._started = _gives_each_once(batches), False
@@ -157,7 +157,7 @@ class LoaderFeed:
     def windows(self, epoch: int, offset: int) -> Iterator[tuple[list[Any], int]]:
         _tell_epoch(self._source, epoch)
         # A generator around it: islice() asks iter() again, and some iterators start anew then.
-        batches = (batch for batch in self._from(offset))
+        batches = (batch for batch in self._from(epoch, offset))
         while window := list(itertools.islice(batches, self._accumulation)):
             offset += len(window)
             yield window, offset
@@ -167,19 +167,17 @@ class LoaderFeed:
         changed, self._accumulation = self._accumulation != batches, batches
         return changed
 
-    def _from(self, offset: int) -> Iterator[Any]:
-        source = self._source
+    def _from(self, epoch: int, offset: int) -> Iterator[Any]:
+        source, seed = self._source, self._seed + epoch
         if isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset):
             # Indices are skipped, samples are not read.
             if source.batch_sampler is None:
-                return iter(
-                    again(
-                        source,
-                        sampler=_Skipping(source.sampler, offset),
-                        batch_size=None,
-                    )
-                )
-            return iter(again(source, batch_sampler=_Skipping(source.batch_sampler, offset)))
+                order = _Skipping(source.sampler, offset, seed)
+                loader = again(source, sampler=order, batch_size=None)
+            else:
+                loader = again(source, batch_sampler=_Skipping(source.batch_sampler, offset, seed))
+            loader.generator.manual_seed(seed)  # of the workers' own random streams
+            return iter(loader)
         if self._one_pass and self._started:
             raise Error(
                 f"[data] a {type(source).__name__} cannot be read a second time (a new epoch, an error "
@@ -187,8 +185,10 @@ class LoaderFeed:
                 "or an object whose iter() starts from the beginning"
             )
         self._started = True
+        with generators.seeded(seed):  # a DataLoader draws a number for its workers
+            batches = iter(source)
         if offset == 0:
-            return iter(source)
+            return batches
         if not self._said:
             self._said = True
             _log.warning(
@@ -196,17 +196,28 @@ class LoaderFeed:
                 type(getattr(source, "dataset", source)).__name__,
                 offset,
             )
-        return itertools.islice(iter(source), offset, None)
+        with generators.untouched():  # the run that goes on has drawn for them
+            for _ in itertools.islice(batches, offset):
+                pass
+        return batches
 
 
 class _Skipping:
-    """A sampler without its first entries."""
+    """A sampler without its first entries.
 
-    def __init__(self, sampler: Iterable[Any], skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
+    Args:
+      seed: of what it draws from no generator of its own (SubsetRandomSampler an order, WeightedRandomSampler
+        all indices) when it begins: so a resumed epoch has the order of the unbroken one.
+    """
+
+    def __init__(self, sampler: Iterable[Any], skipped: int, seed: int) -> None:
+        self._sampler, self._skipped, self._seed = sampler, skipped, seed
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._skipped, None)
+        with generators.seeded(self._seed):
+            entries = iter(self._sampler)
+            first = list(itertools.islice(entries, 1))
+        return itertools.islice(itertools.chain(first, entries), self._skipped, None)
 
 
 def _gives_each_once(source: Any) -> bool:

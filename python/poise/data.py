@@ -287,7 +287,7 @@ def _feed_of(
             "[data] data with an order of its own is not split over ranks; split it in its sampler"
         )
     if isinstance(data, Iterable):
-        return LoaderFeed(data, accumulation)
+        return LoaderFeed(data, accumulation, seed)
     raise Error(
         f"[data] no batches in a {type(data).__name__}; give a Dataset, a DataLoader or an iterable"
     )

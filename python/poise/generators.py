@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from poise.seeding import seed_everything
+
 
 class Snapshot:
     """All generators as they are now, to go back to: what an open window has drawn is drawn again."""
@@ -40,6 +42,14 @@ def untouched() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The same, and what runs meanwhile draws what it would draw at any other time."""
+    with untouched():
+        seed_everything(seed)
+        yield
 
 
 def own_texts() -> dict[str, str]:

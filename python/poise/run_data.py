@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from poise import _C
+from poise import _C, generators
 from poise._C import Error
 from poise._corpus import ByteCorpus, byte_corpus
 from poise.imported import Imported
@@ -187,7 +187,10 @@ def _skipped(batches: Iterator[Any], count: int) -> Iterator[Any]:
     """Iterable data has no index to seek to: it is read and dropped."""
     if count > 0:
         logger.warning("[cli] resuming iterable data by reading and dropping %d batches", count)
-    return itertools.islice(batches, count, None)
+    with generators.untouched():  # the run that goes on has drawn for them
+        for _ in itertools.islice(batches, count):
+            pass
+    return batches
 
 
 class _Windows:

@@ -20,7 +20,13 @@ from poise.data import (
     cast_inputs,
     count_targets,
 )
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 MASK = (1 << 64) - 1
 
@@ -226,11 +232,41 @@ def test_iterable_data_resumes_by_skipping_and_says_so_once(caplog):
     ]
 
 
+class Drawing(Recording):
+    def __getitem__(self, index):
+        return torch.randint(0, 1 << 30, ())
+
+
+class DrawingStream(IterableDataset):
+    def __iter__(self):
+        return (Drawing(4)[index] for index in range(4))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: DataLoader(Drawing(4), sampler=[3, 2, 1, 0], num_workers=1),
+        lambda: DataLoader(DrawingStream(), num_workers=1),
+        lambda: DataLoader(Drawing(4), num_workers=1),
+    ],
+)
+def test_workers_draw_anew_in_each_epoch_and_the_same_when_it_is_resumed(data):
+    windows = WindowIterator(data(), epochs=3, prefetch=0)
+    drawn = lists([next(windows) for _ in range(5)])
+    resumed = WindowIterator(data(), epochs=3, prefetch=0)
+    resumed.load_state_dict({**windows.state_dict(), "offset": 0})
+    assert drawn[0] != drawn[4]
+    torch.rand(3)
+    assert lists([next(resumed)]) == drawn[4:]
+
+
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     list(WindowIterator(Recording(6), 2, 2, epochs=2))
+    list(WindowIterator(Stream(), 2, 2, epochs=2))
+    list(WindowIterator(DataLoader(Recording(6), sampler=SubsetRandomSampler(range(6))), epochs=2))
     assert torch.equal(torch.rand(3), expected)
 
 

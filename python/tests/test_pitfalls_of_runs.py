@@ -14,7 +14,13 @@ from test_trainer import Rows, lines_of
 from test_trainer import arguments as tiny_arguments
 from tiny_models import same_bits, tiny
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -176,18 +182,38 @@ class Noisy(Dataset):
         return row
 
 
+class NoisyStream(IterableDataset):
+    def __iter__(self):
+        return (Noisy()[index] for index in range(10))
+
+
+def in_own_order(sampler):
+    """A loader, in an order that comes from the global generators."""
+    return DataLoader(Noisy(), batch_size=2, sampler=sampler)
+
+
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_augmentation_and_dropout_go_on_where_they_were(at, tmp_path):
+@pytest.mark.parametrize(
+    "data",
+    [
+        Noisy,
+        NoisyStream,
+        lambda: DataLoader(NoisyStream(), batch_size=2),
+        lambda: in_own_order(SubsetRandomSampler(range(10))),
+        lambda: in_own_order(WeightedRandomSampler([1.0] * 10, 10)),
+    ],
+)
+def test_augmentation_and_dropout_go_on_where_they_were(data, at, tmp_path):
     # transformers 17032, 39215: generators were restored after the next window was read. The
     # epoch's short last window comes too (five micro-batches in windows of two).
     models, given = [], {"save_steps": 1, "lr_scheduler_type": "constant"}
     for folder, resume in ((tmp_path / "whole", None), (tmp_path / "again", f"checkpoint-{at}")):
         if resume:
             args = tiny_arguments(folder, max_steps=at, **given)
-            poise.Trainer(tiny(dropout=0.2), args, train_dataset=Noisy()).train()
+            poise.Trainer(tiny(dropout=0.2), args, train_dataset=data()).train()
         model = tiny(dropout=0.2)
         args = tiny_arguments(folder, max_steps=6, **given)
-        trainer = poise.Trainer(model, args, train_dataset=Noisy())
+        trainer = poise.Trainer(model, args, train_dataset=data())
         output = trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
         assert output.global_step == 6
         models.append(model)

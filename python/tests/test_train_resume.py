@@ -45,7 +45,8 @@ class Rows(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         for i in range(8):
-            yield {"x": torch.full((3,), float(i)), "labels": torch.tensor(i % 2)}
+            noise = torch.rand(3)
+            yield {"x": float(i) + 0.1 * noise, "labels": torch.tensor(i % 2)}
 
 
 class Sampling(Net):
