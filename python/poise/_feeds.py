@@ -3,6 +3,7 @@ order of their own (LoaderFeed). A feed yields (window, offset of the window aft
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import types
@@ -147,6 +148,7 @@ class LoaderFeed:
         self.num_workers = getattr(batches, "num_workers", 0)
         self._said = False
         self._one_pass, self._started = _gives_each_once(batches), False
+        self._orders = 0  # that the source's sampler has drawn here
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -167,14 +169,25 @@ class LoaderFeed:
         changed, self._accumulation = self._accumulation != batches, batches
         return changed
 
+    def _draw_orders(self, epoch: int, sampler: Any) -> None:
+        """A sampler with a generator of its own draws on from epoch to epoch: those before a resumed one, too."""
+        parts = (sampler, getattr(sampler, "sampler", None))
+        own = any(isinstance(getattr(part, "generator", None), torch.Generator) for part in parts)
+        for _ in range(epoch - self._orders if own and hasattr(sampler, "__len__") else 0):
+            with generators.untouched():
+                collections.deque(sampler, maxlen=0)
+        self._orders = epoch + 1
+
     def _from(self, epoch: int, offset: int) -> Iterator[Any]:
         source, seed = self._source, self._seed + epoch
         if isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset):
             # Indices are skipped, samples are not read.
             if source.batch_sampler is None:
+                self._draw_orders(epoch, source.sampler)
                 order = _Skipping(source.sampler, offset, seed)
                 loader = again(source, sampler=order, batch_size=None)
             else:
+                self._draw_orders(epoch, source.batch_sampler)
                 loader = again(source, batch_sampler=_Skipping(source.batch_sampler, offset, seed))
             loader.generator.manual_seed(seed)  # of the workers' own random streams
             return iter(loader)

@@ -188,7 +188,7 @@ class NoisyStream(IterableDataset):
 
 
 def in_own_order(sampler):
-    """A loader, in an order that comes from the global generators."""
+    """A loader, in an order that comes from the global generators, or one of the sampler's."""
     return DataLoader(Noisy(), batch_size=2, sampler=sampler)
 
 
@@ -201,6 +201,7 @@ def in_own_order(sampler):
         lambda: DataLoader(NoisyStream(), batch_size=2),
         lambda: in_own_order(SubsetRandomSampler(range(10))),
         lambda: in_own_order(WeightedRandomSampler([1.0] * 10, 10)),
+        lambda: in_own_order(SubsetRandomSampler(range(10), torch.Generator().manual_seed(7))),
     ],
 )
 def test_augmentation_and_dropout_go_on_where_they_were(data, at, tmp_path):
