@@ -98,7 +98,7 @@ def test_a_second_run_halves_too_and_begins_with_what_the_first_one_came_to(tmp_
     trainer, _ = train(tmp_path, memory_budget="1GiB", separable_loss=True)
     largest, seen = trainer.args.per_device_train_batch_size // 2, []
     assert largest >= 2 and trainer._halving.parts == 1
-    inner = trainer._loss_of
+    inner = trainer._usual_loss
 
     def loss(batch):
         seen.append(len(batch["ids"]))
@@ -106,7 +106,7 @@ def test_a_second_run_halves_too_and_begins_with_what_the_first_one_came_to(tmp_
             raise torch.OutOfMemoryError("too many")
         return inner(batch)
 
-    trainer._loss_of = loss
+    trainer._usual_loss = loss
     engine = trainer.engine
     trainer.train()
     assert trainer.engine is engine and trainer._halving.parts == 2 and max(seen) > largest
