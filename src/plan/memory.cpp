@@ -33,34 +33,22 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
   for (std::size_t i = 0; i < away_.size(); ++i) {
     leaving_.push_back(away_[i] ? pass(i, modes_[i]).leaving : leaving_.back());
   }
+  const int ranks = shard_ranks(choice);
+  for (const auto& flat : chain.flats) {
+    const auto bytes = widths.parameter * (whole(flat.elements, ranks) + whole(flat.frozen, ranks));
+    whole_parameters_.push_back(bytes);
+    all_parameters_ += bytes;
+  }
   for (std::size_t i = waiting_.size(); i-- > 1;) {
     waiting_[i - 1] = waiting_[i] + chain.links[i].held_gradient;
   }
 }
 
-std::int64_t Moments::flat_bytes(int flat, int width) const {
-  if (flat < 0) return 0;
-  return width * whole(chain_.flats[static_cast<std::size_t>(flat)].elements, shard_ranks(choice_));
-}
-
-std::int64_t Moments::whole_parameters(int flat) const {
-  if (flat < 0) return 0;
-  return flat_bytes(flat, widths_.parameter) +
-         widths_.parameter *
-             whole(chain_.flats[static_cast<std::size_t>(flat)].frozen, shard_ranks(choice_));
-}
-
 // Whole parameters while link i runs and `next` is gathered ahead of it.
 std::int64_t Moments::gathered(std::size_t i, std::size_t next) const {
   if (!split_.parameters) return 0;
-  std::int64_t bytes = whole_parameters(chain_.rest);
-  if (choice_.keep_gathered) {
-    for (int flat = 0; flat < static_cast<int>(chain_.flats.size()); ++flat) {
-      if (flat != chain_.rest) bytes += whole_parameters(flat);
-    }
-    return bytes;
-  }
-  bytes += whole_parameters(flat_of(i));
+  if (choice_.keep_gathered) return all_parameters_;
+  auto bytes = whole_parameters(chain_.rest) + whole_parameters(flat_of(i));
   if (flat_of(next) != flat_of(i)) bytes += whole_parameters(flat_of(next));
   return bytes;
 }

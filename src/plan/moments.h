@@ -43,8 +43,9 @@ class Moments {
   std::int64_t casts(std::size_t i, Recompute mode) const {
     return mode == Recompute::none ? chain_.links[i].casts : 0;
   }
-  std::int64_t flat_bytes(int flat, int width) const;
-  std::int64_t whole_parameters(int flat) const;
+  std::int64_t whole_parameters(int flat) const {
+    return flat < 0 ? 0 : whole_parameters_[static_cast<std::size_t>(flat)];
+  }
   int flat_of(std::size_t i) const { return i < size() ? chain_.links[i].flat : -1; }
   std::int64_t gathered(std::size_t i, std::size_t next) const;
 
@@ -54,6 +55,9 @@ class Moments {
   const Split split_;
   const Joining joining_;
   Accounts held_{};
+  // By flat, and of all: asked for at every moment of every candidate.
+  std::vector<std::int64_t> whole_parameters_;
+  std::int64_t all_parameters_ = 0;
   std::vector<Recompute> modes_;       // by link
   std::vector<bool> away_;             // by link: what it saves is offloaded
   std::vector<std::int64_t> leaving_;  // when a link runs forward, and at the end: on its way out
