@@ -544,7 +544,7 @@ def _let_go(parameters: Mapping[int, str]) -> None:
     """Takes away what older engines put around the modules of these parameters, which live in a newer one now: a
     second Trainer for a model, or a cell that is run again."""
     for older in list(_alive):
-        if older._engine is not None and not parameters.keys().isdisjoint(older._names):
+        if older.has_model and not parameters.keys().isdisjoint(older._names):
             older._undo.close()
 
 

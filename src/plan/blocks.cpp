@@ -19,8 +19,10 @@ std::int64_t attention_scratch(const Sizes& s, bool backward) {
   return 4 * s.threads * (query * keys + 2 * query + query * head);
 }
 
-// What a matrix product takes inside, beside its result of `bytes`.
-std::int64_t inside(const Sizes& s, std::int64_t bytes) { return s.product * (bytes / s.e); }
+// A weight's gradient as its parameter has it, where a product makes it (`bytes`) in another type.
+std::int64_t recast(const Sizes& s, std::int64_t bytes) {
+  return s.weight_e == s.e ? 0 : bytes / s.e * s.weight_e;
+}
 
 // What leaves is in memory until it is out: two tensors on their way (`leaving`); for backward
 // others come before they are needed. `bare`: a forward that keeps nothing.
@@ -41,8 +43,6 @@ Pass away(const Pass& kept, std::int64_t bare, std::int64_t stays, std::int64_t 
 struct Gelu {
   std::int64_t r, x, copy, qkv, ffn, stats, lse;
   std::int64_t w_qkv, w_proj, w_mlp, vector;  // gradients as products make them
-  std::int64_t as_qkv, as_proj, as_mlp;       // and as the parameters have them, if otherwise
-  std::int64_t in_x, in_qkv, in_ffn, in_w_qkv, in_w_proj, in_w_mlp;  // inside the products
   explicit Gelu(const Sizes& s)
       : r(s.tokens * s.width * s.residual_e),
         x(s.tokens * s.width * s.e),
@@ -54,16 +54,7 @@ struct Gelu {
         w_qkv(3 * s.width * s.width * s.e),
         w_proj(s.width * s.width * s.e),
         w_mlp(s.width * s.ffn * s.e),
-        vector(s.width * s.weight_e),
-        as_qkv(s.mixed() ? w_qkv / s.e * s.weight_e : 0),
-        as_proj(s.mixed() ? w_proj / s.e * s.weight_e : 0),
-        as_mlp(s.mixed() ? w_mlp / s.e * s.weight_e : 0),
-        in_x(inside(s, x)),
-        in_qkv(inside(s, qkv)),
-        in_ffn(inside(s, ffn)),
-        in_w_qkv(inside(s, w_qkv)),
-        in_w_proj(inside(s, w_proj)),
-        in_w_mlp(inside(s, w_mlp)) {}
+        vector(s.width * s.weight_e) {}
   // What a norm made, where its copy is what stays.
   std::int64_t made() const { return copy > 0 ? r : 0; }
   // Input, two norms' outputs and statistics, qkv, attention, the residual, both halves of the MLP.
@@ -72,10 +63,10 @@ struct Gelu {
 
 // Forward that keeps what backward needs. Ends with the input of the next link beside it.
 void forward(Tape& t, const Gelu& g, const Sizes& s) {
-  t.take(g.r + g.stats).take(g.copy).take(g.qkv).pass(g.in_qkv);  // norm, qkv
+  t.take(g.r + g.stats).take(g.copy).multiply(g.qkv);  // norm, qkv
   t.take(g.x + g.lse).pass(attention_scratch(s, false));
-  t.take(g.x).pass(g.in_x).give(g.made()).take(g.r).give(g.x);  // projection, residual
-  t.take(g.r + g.stats).take(g.copy).take(g.ffn).pass(g.in_ffn).give(g.made());
+  t.multiply(g.x).give(g.made()).take(g.r).give(g.x);  // projection, residual
+  t.take(g.r + g.stats).take(g.copy).multiply(g.ffn).give(g.made());
   t.take(g.ffn);  // norm, first half, GELU
 }
 
@@ -83,36 +74,36 @@ void forward(Tape& t, const Gelu& g, const Sizes& s) {
 // gradient as the product's result has it. An operation keeps what forward saved until the sum over
 // its bias is made, and no longer than it reads it where that was made `again`.
 void backward(Tape& t, const Gelu& g, const Sizes& s, bool again) {
-  t.take(g.copy).take(g.ffn).pass(g.in_ffn).take(g.w_mlp).pass(g.in_w_mlp);
-  t.pass(again ? 0 : g.vector).give(g.ffn).pass(g.as_mlp).give(g.w_mlp).give(g.copy);
+  t.take(g.copy).multiply(g.ffn).multiply(g.w_mlp);
+  t.pass(again ? 0 : g.vector).give(g.ffn).pass(recast(s, g.w_mlp)).give(g.w_mlp).give(g.copy);
   t.take(g.ffn).give(2 * g.ffn);  // GELU: gradient in, what was saved and gradient
-  t.take(g.x).pass(g.in_x).take(g.w_mlp).pass(g.in_w_mlp);
-  t.give(g.x).pass(g.as_mlp).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
+  t.multiply(g.x).multiply(g.w_mlp);
+  t.give(g.x).pass(recast(s, g.w_mlp)).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
   t.take(g.made()).give(g.copy);
   t.take(g.r + 2 * g.vector).give(g.r + g.stats).give(2 * g.vector).give(g.r).give(g.r);
-  t.take(g.copy).take(g.x).pass(g.in_x);  // projection
-  t.take(g.w_proj).pass(g.in_w_proj).pass(g.as_proj).give(g.w_proj).give(g.copy);
+  t.take(g.copy).multiply(g.x);  // projection
+  t.multiply(g.w_proj).pass(recast(s, g.w_proj)).give(g.w_proj).give(g.copy);
   t.take(3 * g.x).pass(attention_scratch(s, true)).give(g.lse + g.qkv + g.x).give(g.x);
   t.take(g.qkv).give(g.x);  // each of q, k and v into a whole gradient
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv);  // laid out as qkv was
-  t.take(g.x).pass(g.in_x).take(g.w_qkv).pass(g.in_w_qkv).give(g.x);
-  t.pass(g.as_qkv).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
+  t.multiply(g.x).multiply(g.w_qkv).give(g.x);
+  t.pass(recast(s, g.w_qkv)).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
   t.take(g.made()).give(g.copy);
   t.take(g.r + 2 * g.vector).give(2 * g.vector).give(g.r + g.stats);
 }
 
 // Nothing is kept: temporaries go when their caller does.
 std::int64_t bare_forward_peak(const Gelu& g, const Sizes& s) {
-  Tape t(g.r);
-  t.take(g.r + g.stats).give(g.stats).take(g.copy).take(g.qkv).pass(g.in_qkv).give(g.copy);
+  Tape t(g.r, s.inside);
+  t.take(g.r + g.stats).give(g.stats).take(g.copy).multiply(g.qkv).give(g.copy);
   t.take(g.x + g.lse).pass(attention_scratch(s, false)).give(g.lse);
-  t.take(g.x).pass(g.in_x).give(g.qkv + g.x + g.r);
+  t.multiply(g.x).give(g.qkv + g.x + g.r);
   t.take(g.r).give(g.x);
-  t.take(g.r).take(g.copy).take(g.ffn).pass(g.in_ffn).give(g.copy).give(g.r);
+  t.take(g.r).take(g.copy).multiply(g.ffn).give(g.copy).give(g.r);
   t.take(g.ffn).give(g.ffn);
-  t.take(g.x).pass(g.in_x).give(g.ffn);
+  t.multiply(g.x).give(g.ffn);
   t.take(g.r);
   return t.peak();
 }
@@ -126,12 +117,12 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   const Gelu g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.r);
+    Tape f(g.r, s.inside);
     forward(f, g, s);
-    f.take(g.x).pass(g.in_x).take(g.r);  // second half, residual
+    f.multiply(g.x).take(g.r);  // second half, residual
     pass.saved = g.saved();
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.r);
+    Tape b(g.saved() + g.r, s.inside);
     backward(b, g, s, false);
     pass.backward_peak = b.peak();
     return pass;
@@ -141,7 +132,7 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   pass.forward_peak = bare_forward_peak(g, s) + kept - g.r;
   // What is recomputed is not allocated twice where it stayed.
   Tape b(g.r + kept);
-  Tape again(g.r + g.r);
+  Tape again(g.r + g.r, s.inside);
   forward(again, g, s);
   backward(again, g, s, true);
   const auto twice = mode == Recompute::selective ? g.x : 0;  // outputs that no backward reads
@@ -163,7 +154,6 @@ namespace {
 
 struct Gated {
   std::int64_t x, norm, norm_kept, q, kv, ffn, lse, w_qo, w_mlp;
-  std::int64_t in_x, in_q, in_kv, in_ffn, in_w_qo, in_w_mlp;  // inside the products
   explicit Gated(const Sizes& s)
       : x(s.tokens * s.width * s.e),
         // In fp32 (x and x times the root), in the model's type (before the weight, after it).
@@ -173,49 +163,54 @@ struct Gated {
         kv(s.tokens * s.kv * s.e),
         ffn(s.tokens * s.ffn * s.e),
         lse(s.tokens * s.heads * 4),
-        w_qo(s.width * s.query * s.weight_e),
-        w_mlp(s.width * s.ffn * s.weight_e),
-        in_x(inside(s, x)),
-        in_q(inside(s, q)),
-        in_kv(inside(s, kv)),
-        in_ffn(inside(s, ffn)),
-        in_w_qo(inside(s, s.width * s.query * s.e)),
-        in_w_mlp(inside(s, s.width * s.ffn * s.e)) {}
+        w_qo(s.width * s.query * s.e),
+        w_mlp(s.width * s.ffn * s.e) {}
   // Two norms; rotated q, k and v; attention's output; gate, its SiLU, up and their product.
   std::int64_t saved() const { return x + 2 * norm_kept + q + 2 * kv + q + lse + 4 * ffn; }
 };
 
 void forward(Tape& t, const Gated& g) {
   t.take(g.norm).give(g.norm - g.norm_kept);
-  t.take(g.q).pass(g.in_q).take(2 * g.kv).pass(g.in_kv);           // projected
-  t.take(g.q + g.kv).give(g.q + g.kv);                             // rotated
-  t.take(g.q + g.lse).take(g.x).pass(g.in_x).take(g.x).give(g.x);  // attention, residual
+  t.multiply(g.q).take(g.kv).multiply(g.kv);              // projected
+  t.take(g.q + g.kv).give(g.q + g.kv);                    // rotated
+  t.take(g.q + g.lse).multiply(g.x).take(g.x).give(g.x);  // attention, residual
   t.take(g.norm).give(g.norm - g.norm_kept);
-  t.take(g.ffn).pass(g.in_ffn).take(g.ffn).take(g.ffn).pass(g.in_ffn).take(g.ffn);
+  t.multiply(g.ffn).take(g.ffn).multiply(g.ffn).take(g.ffn);
 }
 
-void backward(Tape& t, const Gated& g) {
-  t.take(g.ffn).pass(g.in_ffn).take(g.w_mlp).pass(g.in_w_mlp);
-  t.give(g.w_mlp + g.ffn);                                          // down: its input goes
-  t.take(2 * g.ffn).give(3 * g.ffn);                                // product
-  t.take(g.x).pass(g.in_x).pass(g.w_mlp + g.in_w_mlp).give(g.ffn);  // up
-  t.take(g.ffn).give(2 * g.ffn);                                    // SiLU
-  t.take(g.x).pass(g.in_x).pass(g.w_mlp + g.in_w_mlp).give(g.ffn).give(g.x);  // gate
+void backward(Tape& t, const Gated& g, const Sizes& s) {
+  const auto weight = [&](std::int64_t bytes) {
+    t.multiply(bytes).pass(recast(s, bytes)).give(bytes);
+  };
+  t.multiply(g.ffn);
+  weight(g.w_mlp);
+  t.give(g.ffn);                      // down: its input goes
+  t.take(2 * g.ffn).give(3 * g.ffn);  // product
+  t.multiply(g.x);
+  weight(g.w_mlp);
+  t.give(g.ffn);                  // up
+  t.take(g.ffn).give(2 * g.ffn);  // SiLU
+  t.multiply(g.x);
+  weight(g.w_mlp);
+  t.give(g.ffn).give(g.x);  // gate
   t.take(g.norm).give(g.norm).give(g.norm_kept);
-  t.take(g.q).pass(g.in_q).pass(g.w_qo + g.in_w_qo);
+  t.multiply(g.q);
+  weight(g.w_qo);
   t.take(g.q + 2 * g.kv).give(2 * g.q + g.lse + g.q + 2 * g.kv - g.q);
   t.take(g.q + g.kv).give(g.q + g.kv);
-  t.take(g.x).take(g.x).pass(g.in_x).pass(g.w_qo + g.in_w_qo).give(g.x).give(g.q + 2 * g.kv);
+  t.take(g.x).multiply(g.x);
+  weight(g.w_qo);
+  t.give(g.x).give(g.q + 2 * g.kv);
   t.take(g.norm).give(g.norm).give(g.norm_kept);
 }
 
-std::int64_t bare_forward_peak(const Gated& g) {
-  Tape attention(g.x + g.x);
-  attention.pass(g.norm).take(g.x).take(g.q).pass(g.in_q).take(2 * g.kv).pass(g.in_kv);
+std::int64_t bare_forward_peak(const Gated& g, const Sizes& s) {
+  Tape attention(g.x + g.x, s.inside);
+  attention.pass(g.norm).take(g.x).multiply(g.q).take(g.kv).multiply(g.kv);
   attention.take(g.q + g.kv).give(g.q + g.kv);
-  attention.take(g.q + g.lse).take(g.x).pass(g.in_x);
-  Tape mlp(g.x + g.x);
-  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).take(g.ffn).pass(g.in_ffn);
+  attention.take(g.q + g.lse).multiply(g.x);
+  Tape mlp(g.x + g.x, s.inside);
+  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).multiply(g.ffn);
   return std::max(attention.peak(), mlp.peak());
 }
 
@@ -225,24 +220,24 @@ Pass gated_block(const Sizes& s, Recompute mode) {
   const Gated g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.x);
+    Tape f(g.x, s.inside);
     forward(f, g);
     f.take(g.x).take(g.x);
     pass.saved = g.saved();
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.x);
-    backward(b, g);
+    Tape b(g.saved() + g.x, s.inside);
+    backward(b, g, s);
     pass.backward_peak = b.peak();
     return pass;
   }
   // Selective: q, k, v, both outputs of attention, gate and up, what they are projected to.
   const auto marked = g.x + g.q + 2 * g.kv + g.q + g.lse + 2 * g.x + 2 * g.ffn;
   const auto kept = mode == Recompute::selective ? marked : g.x;
-  Tape again(g.x + g.x);
+  Tape again(g.x + g.x, s.inside);
   forward(again, g);
-  backward(again, g);
+  backward(again, g, s);
   pass.saved = kept;
-  pass.forward_peak = bare_forward_peak(g) + kept - g.x;
+  pass.forward_peak = bare_forward_peak(g, s) + kept - g.x;
   pass.backward_peak =
       std::max(again.peak(), kept + g.x) + (mode == Recompute::selective ? 2 * g.x : 0);
   return pass;
@@ -251,7 +246,7 @@ Pass gated_block(const Sizes& s, Recompute mode) {
 Pass gated_block_away(const Sizes& s, Recompute mode) {
   const Gated g(s);
   const auto kept = gated_block(s, mode);
-  const auto bare = bare_forward_peak(g);
+  const auto bare = bare_forward_peak(g, s);
   if (mode == Recompute::whole) return away(kept, bare, 0, g.x);
   return away(kept, bare, 8 * s.tokens + g.lse, g.ffn);
 }
@@ -276,8 +271,7 @@ Pass head(const Sizes& s, bool fused_norm) {
       fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x;
   const auto norm_work = fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (8 + 2 * s.e);
   const auto table = s.vocabulary * s.width * s.e;  // its gradient as the product makes it
-  const auto as_table = s.mixed() ? s.vocabulary * s.width * s.weight_e : 0;
-  const auto copy = s.mixed() ? table : 0;  // of the weight, from forward to backward
+  const auto copy = s.mixed() ? table : 0;          // of the weight, from forward to backward
   const auto logits = s.tokens * s.vocabulary;
   Pass pass;
   if (s.chunk > 0) {
@@ -288,7 +282,7 @@ Pass head(const Sizes& s, bool fused_norm) {
     pass.saved = r + norm_kept;
     pass.forward_peak = r + norm_work + copy + 2 * part + low;
     pass.backward_peak = pass.saved + x + sums + 2 * part + low + rows * s.width * s.e +
-                         (s.weight_e == 4 ? copy : table) + inside(s, table);
+                         (s.weight_e == 4 ? copy : table) + s.inside * table;
     return pass;
   }
   const auto cast = s.e == 4 ? 0 : logits * s.e;  // of the logits to fp32
@@ -297,7 +291,7 @@ Pass head(const Sizes& s, bool fused_norm) {
   pass.forward_peak = kept + 8 * logits + cast;
   // The log-softmax and two gradients of it; then it is gone, and a cast gradient replaces them.
   const auto gradient = s.e == 4 ? 4 * logits : cast + 8;
-  const auto product = std::max(inside(s, x), table + std::max(inside(s, table), as_table));
+  const auto product = std::max(s.inside * x, table + std::max(s.inside * table, recast(s, table)));
   pass.backward_peak = kept + std::max(12 * logits, gradient + x + product);
   return pass;
 }

@@ -16,7 +16,7 @@ struct Sizes {
   std::int64_t batch = 0;
   std::int64_t chunk = 0;  // tokens of the chunked loss head; 0: whole logits
   int threads = 1;
-  std::int64_t product = 0;  // bytes that a matrix product takes inside, for each element of it
+  std::int64_t inside = 0;  // bytes that a matrix product takes meanwhile, for each of its result
   Place place = Place::cpu;
 
   bool mixed() const { return residual_e != e; }

@@ -36,7 +36,8 @@ Sizes sizes_of(const Transformer& m, const Shape& shape, const config::Precision
   s.vocabulary = m.vocabulary;
   s.chunk = shape.loss_chunk_tokens;
   s.threads = cpu.threads;
-  if (place == Place::cpu && precision.dtype == config::DType::bf16) s.product = cpu.bf16_product;
+  const bool in_bf16 = place == Place::cpu && precision.dtype == config::DType::bf16;
+  s.inside = in_bf16 ? cpu.bf16_product / s.e : 0;
   s.place = place;
   return s;
 }

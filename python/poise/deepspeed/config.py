@@ -134,9 +134,8 @@ def read(config: Any, ranks: int = 1) -> Settings:
     settings.scheduler = _typed(values, "scheduler", settings)
     settings.drop_last = bool(values.get("dataloader_drop_last", False))
     every = _number(values, "steps_per_print", 0)
-    settings.steps_per_print = (
-        int(every) if math.isfinite(every) else 0
-    )  # accelerate's infinity: never
+    # accelerate's infinity: never.
+    settings.steps_per_print = int(every) if math.isfinite(every) else 0
     settings.monitor = _monitor(values)
     return settings
 
