@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from poise.deepspeed import comm, utils
 from test_deepspeed import WithLoss, config, in_pieces
-from test_wrap import network, plain, rows
+from wrapped_loops import network, plain, rows
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0}}
 SIZE = 4  # of a micro-batch; two on each rank make a window

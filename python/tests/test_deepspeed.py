@@ -11,7 +11,7 @@ import pytest
 import rank_processes
 import torch
 import torch.nn.functional as F
-from test_wrap import distance, network, plain, rows
+from wrapped_loops import distance, network, plain, rows
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -422,7 +422,7 @@ import {package}
 
 sys.path.insert(0, {tests!r})
 from test_deepspeed import WithLoss
-from test_wrap import rows
+from wrapped_loops import rows
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)

@@ -12,7 +12,7 @@ import pytest
 import rank_processes
 import torch
 from test_deepspeed import SGD, WithLoss, config, in_pieces
-from test_wrap import distance, network, plain, rows
+from wrapped_loops import distance, network, plain, rows
 from torch.utils.data import DistributedSampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -138,7 +138,7 @@ from poise.deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, {tests!r})
 from test_deepspeed import SGD
-from test_wrap import network, rows
+from wrapped_loops import network, rows
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 args = parser.parse_args()

@@ -16,7 +16,7 @@ from poise.deepspeed.monitor.monitor import MonitorMaster
 from poise.deepspeed.monitor.tensorboard import TensorBoardMonitor
 from poise.deepspeed.runtime.config import DeepSpeedConfig
 from test_deepspeed import WithLoss, config, in_pieces, run
-from test_wrap import network, plain, rows
+from wrapped_loops import network, plain, rows
 from torch.nn.functional import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import torch
 from poise import optimizers
 from poise.config import settings_of
 from test_deepspeed import WithLoss, config, in_pieces, run
-from test_wrap import network, plain, rows, wrapped
+from wrapped_loops import network, plain, rows, wrapped
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")

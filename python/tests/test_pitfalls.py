@@ -10,7 +10,7 @@ from hf_models import causal_rows, counted, made
 from poise import trainer_data
 from poise.run_length import RunLength
 from test_hf_trainer import arguments, losses
-from test_wrap import distance, network, plain, rows
+from wrapped_loops import distance, network, plain, rows
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -39,7 +39,7 @@ discuss.pytorch.org/t/36889: test_readme test_block_runs
 B. Steps and schedulers
 accelerate#963, #995: test_wrap test_torchs_schedulers_step_once_per_update
 accelerate#1382, transformers#23986, diffusers#3954: test_trainer_ranks test_rates_are_those_of_one_rank
-starVLA#210: test_wrap test_a_saved_loop_goes_on_as_if_nothing_had_been
+starVLA#210: test_wrap_state test_a_saved_loop_goes_on_as_if_nothing_had_been
 Lightning#831, #2817, #2242: test_trainer test_run_counts_updates_epochs_and_tokens
 Lightning#19684: test_pitfalls test_a_run_of_max_steps_makes_that_many_whatever_the_epochs
 transformers#33455, #31677: test_pitfalls test_all_epochs_asked_for_are_trained

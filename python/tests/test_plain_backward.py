@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_deepspeed import config, in_pieces
-from test_wrap import adamw, distance, network, plain, rows
+from wrapped_loops import adamw, distance, network, plain, rows
 from tiny_models import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poise.thin_faces import AccumulationConfig
-from test_wrap import distance, network, plain, rows
+from wrapped_loops import distance, network, plain, rows
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")

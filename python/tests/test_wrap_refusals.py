@@ -6,7 +6,7 @@ import poise
 import pytest
 import torch
 import torch.nn.functional as F
-from test_wrap import network, rows
+from wrapped_loops import network, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
