@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/backend.h"
+#include "comm/store_answer.h"
 #include "poise/error.h"
 
 namespace poise::comm {
@@ -23,17 +24,22 @@ c10d_calls::StorePtr own_connection(const c10d_calls::StorePtr& store, const std
   return c10::make_intrusive<::c10d::PrefixStore>(prefix, store->clone());
 }
 
+Seat seat_in(const Peers& peers, WatchSettings settings) {
+  Seat seat;
+  seat.instance = next_instance(peers);
+  seat.store = own_connection(peers.store, join("poise/group/", seat.instance));
+  if (!seat.store) return seat;
+  const Watched watched{peers.rank, peers.size, peers.numbers, peers.names};
+  seat.watch = std::make_unique<Watch>(seat.store, watched, settings);
+  return seat;
+}
+
 }  // namespace
 
+// Nobody watches over these questions yet.
 Seat take_seat(const Peers& peers, WatchSettings settings) {
   try {
-    Seat seat;
-    seat.instance = next_instance(peers);
-    seat.store = own_connection(peers.store, join("poise/group/", seat.instance));
-    if (!seat.store) return seat;
-    const Watched watched{peers.rank, peers.size, peers.numbers, peers.names};
-    seat.watch = std::make_unique<Watch>(seat.store, watched, settings);
-    return seat;
+    return store_answer([peers, settings] { return seat_in(peers, settings); });
   } catch (const c10::Error& error) {
     fail("comm", "cannot reach the store of the group: ", c10d_calls::message_of(error),
          "; is rank 0 still running?");

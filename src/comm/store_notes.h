@@ -1,5 +1,5 @@
 // Notes in a c10d store, over a connection of their own that is made when the first is left or
-// read.
+// read. A store that does not answer for 10 s, because its host was stopped, is an Error.
 #pragma once
 
 #include <mutex>
@@ -18,7 +18,8 @@ class StoreNotes {
   std::optional<std::string> find(const std::string& key);
 
  private:
-  ::c10d::Store& connection();
+  template <class Question>
+  auto ask(Question question);
 
   const c10d_calls::StorePtr store_;
   std::mutex mutex_;  // one question at a time

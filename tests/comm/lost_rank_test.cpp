@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 
 #include "comm/launch.h"
@@ -13,6 +14,7 @@
 #include "comm/process_group.h"
 #include "comm/processes.h"
 #include "comm/rendezvous.h"
+#include "comm/store_notes.h"
 #include "poise/comm.h"
 #include "poise/error.h"
 #include "poise/interrupt.h"
@@ -151,6 +153,33 @@ TEST(Rank, DISABLED_MakesTheFirstOfItsGroups) {
     ADD_FAILURE() << "no error";
   } catch (const Error& error) {
     say(error.what());
+  }
+}
+
+// Rank 0 holds the store.
+TEST(Rank, DISABLED_AsksTheStoreWithoutAWatch) {
+  Peers peers;
+  const auto launch = *launch_of([](const char* name) { return std::getenv(name); });
+  peers.rank = launch.rank;
+  peers.size = launch.size;
+  peers.store = meet(launch, 30s);
+  StoreNotes notes(peers.store);
+  notes.leave("mine", "text");
+  EXPECT_EQ(notes.find("mine"), "text");
+  say("working");
+  if (launch.rank == 0) std::this_thread::sleep_for(60s);
+  const std::vector<std::function<void()>> questions{[&] {
+                                                       while (notes.find("mine"))
+                                                         std::this_thread::sleep_for(20ms);
+                                                     },
+                                                     [&] { take_seat(peers, {}); }};
+  for (const auto& question : questions) {
+    try {
+      question();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      say(error.what());
+    }
   }
 }
 
@@ -386,6 +415,17 @@ TEST(LostRank, AFrozenStoreIsNamedWhileTheRanksMeet) {
   EXPECT_THAT(ranks[1]->output(),
               ContainsRegex("store of the group has not answered for 10 s; its host, rank 0 "
                             "\\(host .*\\) or the launcher, was stopped"));
+}
+
+TEST(LostRank, AFrozenStoreIsNamedWhereNobodyWatchesOverIt) {
+  const auto ranks = start_ranks("AsksTheStoreWithoutAWatch", 2);
+  for (const auto& rank : ranks) await_output(*rank, "working");
+  ranks[0]->signal(SIGSTOP);
+  EXPECT_TRUE(ranks[1]->wait(40s));
+  EXPECT_TRUE(ranks[1]->ended_well()) << ranks[1]->output();
+  const std::string said =
+      "store of the group has not answered for 10 s; its host, rank 0 or the launcher, was stopped";
+  EXPECT_THAT(ranks[1]->output(), ContainsRegex(said + "(.|\n)*" + said));
 }
 
 // Rank 2 waits for rank 0 alone, which lives, and which waits for rank 1.
