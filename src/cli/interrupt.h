@@ -9,7 +9,8 @@
 namespace poise::cli {
 
 // While it lives, SIGINT and SIGTERM are noted instead of ending the process; a second one does end
-// it. SIGUSR1 too in a run that saves.
+// it. SIGUSR1 too in a run that saves, where one that asks for a save ends it a few seconds later
+// at the earliest.
 class InterruptScope {
  public:
   explicit InterruptScope(bool saves);
@@ -19,8 +20,10 @@ class InterruptScope {
 
   // Throws Interrupted if a signal has come.
   void check() const;
-  // From now on not for those that ask for a save: other ranks are in the same update.
-  void put_saves_off();
+  // From now on not in waits for those that ask for a save, which half an update, or a save in its
+  // middle, would not leave to be made; nor in check() where other ranks are in the same update.
+  enum class SavesWait { nowhere, in_waits, everywhere };
+  void put_saves_off(SavesWait until);
   // The signal that asks for a save and the end of the run, once; 0: none has come.
   int take_save();
   static bool save_is_asked();

@@ -33,9 +33,11 @@ RunState::RunState(const Config& config, Engine& engine, data::WindowLoader& loa
       report_(report),
       interrupt_(interrupt),
       directory_((std::filesystem::path(config.train.output_dir) / "state").string()) {
+  if (!saves_) return;
   auto& group = engine.group();
-  if (!saves_ || group.size() == 1) return;
-  interrupt_.put_saves_off();
+  using SavesWait = InterruptScope::SavesWait;
+  interrupt_.put_saves_off(group.size() == 1 ? SavesWait::in_waits : SavesWait::everywhere);
+  if (group.size() == 1) return;
   // The store may still have the notes of a run that the launcher has started again.
   const auto words = group.all_gather_text(state::random_word(), "name of the run");
   asked_note_ = join("train/", words.front(), "/save_asked");
@@ -77,9 +79,11 @@ void RunState::resume() {
     best_ = nlohmann::json::parse(best).get<double>();
   }
   loader_.seek(*loaded.cursor);
-  if (wanted == "auto") path_ = loaded.path;  // else the save may lie elsewhere
   owes_validation_ = !text("owes_validation").empty();
-  saved_ = report_.updates();
+  if (wanted == "auto") {  // else the save may lie elsewhere, and this run has made none
+    path_ = loaded.path;
+    saved_ = report_.updates();
+  }
   report_.note(join("  resumed from ", loaded.path, " after update ", report_.updates()));
 }
 
@@ -90,11 +94,13 @@ void RunState::rehearse() {
                     std::round(save.seconds * 100) / 100, " s; ",
                     memory::format_bytes(save.free_bytes), " are free in ", directory_));
   const auto limit = config_.state.save_total_limit;
-  const auto saves = 1 + (config_.state.keep_best ? 1 : 0) +
-                     (limit > 0 ? limit : config_.train.max_updates / config_.state.save_every);
+  constexpr auto kMany = std::numeric_limits<std::int64_t>::max() / 2;  // of a run without an end
+  const auto counted = limit > 0 ? limit : config_.train.max_updates / config_.state.save_every;
+  const auto saves = 1 + (config_.state.keep_best ? 1 : 0) + std::min(counted, kMany);
   if (save.bytes > save.free_bytes / saves) {
+    const auto most = std::numeric_limits<std::int64_t>::max() / save.bytes;
     log::warning("the ", saves, " saves of this run take ",
-                 memory::format_bytes(save.bytes * saves),
+                 memory::format_bytes(save.bytes * std::min(saves, most)),
                  ", more than is free; free some space or set state.save_total_limit");
   }
 }
@@ -129,7 +135,7 @@ void RunState::validated(double loss) {
 }
 
 void RunState::save(Best best) {
-  if (std::exchange(saved_, report_.updates()) != report_.updates()) {
+  if (saved_ != report_.updates()) {
     options_ = {};
     options_.cursor = loader_.cursor();
     options_.user = {{"report", report_.text()}, {"data", data_identity()}};
@@ -142,6 +148,7 @@ void RunState::save(Best best) {
   options_.best = best == Best::yes;
   if (std::isfinite(best_)) options_.user["best"] = nlohmann::json(best_).dump();
   path_ = engine_.save(directory_, options_);
+  saved_ = report_.updates();
   is_best_ = false;
 }
 
@@ -251,7 +258,8 @@ void RunState::save_if_best() {
 }
 
 void RunState::save_at_signal(int signal) {
-  if (!saves_ || engine_.group().size() > 1 || interrupt_.take_save() != signal) return;
+  if (!saves_ || engine_.group().size() > 1 || !InterruptScope::asks_for_save(signal)) return;
+  interrupt_.take_save();  // or another one that has come since
   give_window_back();
   save_and_end(signal);
 }

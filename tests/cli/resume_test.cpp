@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <signal.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <fstream>
@@ -10,7 +11,9 @@
 #include <thread>
 
 #include "command.h"
+#include "poise/error.h"
 #include "poise/state.h"
+#include "poise/stream.h"
 #include "state/files.h"
 #include "support/temp_folder.h"
 
@@ -208,6 +211,89 @@ TEST_F(Resumed, AfterASignalToo) {
   }
 }
 
+// Wherever the signal comes, in the middle of an update or of a save, too.
+TEST_F(Resumed, AfterASignalInAnUpdateOrASave) {
+  const std::vector<std::string> away{"offload.optimizer=file",
+                                      "offload.directory=" + folder_.path(),
+                                      "offload.block_bytes=4096", "offload.staging_bytes=65536"};
+  const auto with = [&](std::vector<std::string> settings) {
+    settings.insert(settings.end(), away.begin(), away.end());
+    return settings;
+  };
+  ASSERT_EQ(train("whole", with({})).code, 0);
+  const auto want = lines("whole").back()["losses"];
+  for (const bool asynchronous : {false, true}) {
+    for (const int milliseconds : {0, asynchronous ? 700 : 400}) {
+      SCOPED_TRACE(join(asynchronous ? "asynchronous " : "", milliseconds));
+      const auto out = join("signal", asynchronous, milliseconds);
+      const auto settings = with({"state.save_every=1", "state.resume=auto", "state.rehearse=false",
+                                  join("state.asynchronous=", asynchronous ? "true" : "false")});
+      std::atomic<bool> over = false;
+      std::thread sender([&] {
+        while (!over && lines(out).empty()) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+        if (!over) kill(getpid(), SIGTERM);
+      });
+      Stream::set_test_delay(static_cast<std::uint64_t>(milliseconds), 60'000);
+      const auto stopped = train(out, settings);
+      Stream::set_test_delay(0, 0);
+      over = true;
+      sender.join();
+      ASSERT_EQ(stopped.code, 128 + SIGTERM) << stopped.err;
+      EXPECT_THAT(stopped.out, HasSubstr("saved after update "));
+      const auto updates = lines(out).back()["updates"].get<int>();
+      const auto saved = state::list(*this / out + "/state");
+      ASSERT_FALSE(saved.empty());
+      EXPECT_THAT(saved.back(),
+                  ::testing::EndsWith(join("update-000000", updates < 10 ? "0" : "", updates)));
+      const auto resumed = train(out, settings);
+      ASSERT_EQ(resumed.code, 0) << resumed.err;
+      EXPECT_EQ(lines(out).back()["losses"], want) << "after " << updates;
+    }
+  }
+}
+
+// One that comes by two ways, as from Slurm and from torchrun that Slurm has told, too.
+TEST_F(Resumed, AfterASignalThatComesTwice) {
+  const auto before = signal(SIGTERM, SIG_IGN);  // one that comes when the run is over
+  std::atomic<bool> over = false;
+  std::thread sender([&] {
+    while (!over && lines("out").empty()) std::this_thread::yield();
+    for (int i = 0; i < 5 && !over; ++i) {
+      kill(getpid(), SIGTERM);
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+  Stream::set_test_delay(1, 60'000);  // the save takes a while
+  const auto stopped = train("out", {"state.save_every=1000", "state.rehearse=false"});
+  Stream::set_test_delay(0, 0);
+  over = true;
+  sender.join();
+  signal(SIGTERM, before);
+  EXPECT_EQ(stopped.code, 128 + SIGTERM) << stopped.err;
+  EXPECT_EQ(state::list(*this / "out/state").size(), 1u);
+}
+
+// A run that goes on from somewhere else has made no save itself.
+TEST_F(Resumed, AfterASignalBeforeTheFirstUpdate) {
+  ASSERT_EQ(train("first", {"state.save_every=4", "train.max_updates=4"}).code, 0);
+  const std::vector<std::string> settings{"state.save_every=100",
+                                          "state.resume=" + *this / "first/state"};
+  std::atomic<bool> over = false;
+  std::thread sender([&] {
+    while (!over && !state::is_there(*this / "other/metrics.jsonl")) std::this_thread::yield();
+    if (!over) kill(getpid(), SIGTERM);
+  });
+  Stream::set_test_delay(1, 100'000);  // resuming and rehearsing take a while
+  const auto stopped = train("other", settings);
+  Stream::set_test_delay(0, 0);
+  over = true;
+  sender.join();
+  ASSERT_EQ(stopped.code, 128 + SIGTERM) << stopped.err;
+  EXPECT_THAT(stopped.out, HasSubstr("saved after update 4 in "));
+  EXPECT_EQ(state::list(*this / "other/state").size(), 1u);
+}
+
 // A validation that a signal has ended is made by the run that goes on.
 TEST_F(Resumed, AfterASignalInAValidation) {
   std::string text;
@@ -276,6 +362,13 @@ TEST_F(Resumed, InspectShowsComparesAndExports) {
   EXPECT_EQ(exported.code, 0) << exported.err;
   EXPECT_THAT(testing::bytes_of(*this / "model.safetensors"),
               AllOf(HasSubstr("\"format\":\"pt\""), HasSubstr("blocks.1.")));
+
+  const auto pipe = *this / "pipe";  // or /dev/stdout
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THAT(command({"inspect", state, "--export", pipe}).err,
+              HasSubstr("pipe is there and is no file"));
+  struct stat found {};
+  EXPECT_TRUE(stat(pipe.c_str(), &found) == 0 && S_ISFIFO(found.st_mode));
 
   const auto shard = state + "/update-00000002/rank-00000.safetensors";
   auto bytes = testing::bytes_of(shard);
