@@ -32,7 +32,7 @@ void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
                             ? zero::MicroBatch::last
                             : zero::MicroBatch::inner;
   if (index < count) {
-    run_or_lose([&] { backward(forward([&] { return loss(index); }), position); });
+    run_or_lose([&] { backward(forward([&] { return loss_in_window(index, loss); }), position); });
     if (lost) follow();
   } else if (units) {
     following.follow();
@@ -42,6 +42,17 @@ void Engine::Impl::run_micro_batch(std::size_t index, std::size_t count,
     gradients.follow_micro_batch(position);
   }
   if (!lost && followed == Followed::not_at_all) measure_small(position);
+}
+
+// What the user's loss may not do meanwhile: the sums of its window would be those of another.
+Loss Engine::Impl::loss_in_window(std::size_t index, const LossFn& loss) {
+  const auto before = micro_batches;
+  auto made = loss(index);
+  if (state == engine::WindowState::open && micro_batches == before) return made;
+  fail("engine", "the loss of micro-batch ", index + 1,
+       " of step(window) ended that window, or added to it (discard_window(), begin_update(), "
+       "backward() or step() in it); throw an exception to drop the window, or use the three-call "
+       "form");
 }
 
 // A rank without a micro-batch in the run's first window.

@@ -148,6 +148,7 @@ struct Engine::Impl {
   // Runs micro-batch `index` of a window, or follows the ranks that do.
   void run_micro_batch(std::size_t index, std::size_t count, const std::vector<double>& counts,
                        const LossFn& loss);
+  Loss loss_in_window(std::size_t index, const LossFn& loss);
   void agree_without_micro_batch();
   void run_or_lose(const std::function<void()>& micro_batch);
   void follow();
