@@ -130,17 +130,22 @@ LossWeights::Part LossWeights::part_of(const at::Tensor& value, Loss::Kind kind,
   } else if (count.numel() != 1) {
     fail("engine", "the loss's count has ", count.numel(),
          " elements; return one number of tokens");
+  } else {
+    part.count = count.detach().reshape({});
   }
-  if (part.is_mean && !is_term && weighting_ == config::LossWeighting::micro_batch_mean) {
-    // A masked-out micro-batch still counts nothing: its mean is NaN.
-    part.count = count.defined() ? count.gt(0).to(at::kDouble) : host_scalar(1.0);
-  }
-  if (part.count.device().is_cpu()) {
+  const auto read_on_host = [&] {
+    if (!part.count.device().is_cpu()) return;
     part.host_count = part.count.item<double>();
     if (!std::isfinite(*part.host_count) || *part.host_count < 0) {
       fail("engine", "the loss's count is ", *part.host_count,
            "; it is a number of tokens, 0 or more");
     }
+  };
+  read_on_host();
+  if (part.is_mean && !is_term && weighting_ == config::LossWeighting::micro_batch_mean) {
+    // A masked-out micro-batch still counts nothing: its mean is NaN.
+    part.count = count.defined() ? part.count.gt(0).to(at::kDouble) : host_scalar(1.0);
+    read_on_host();
   }
   return part;
 }
@@ -237,7 +242,9 @@ LossWeights::Totals LossWeights::totals(const std::vector<double>& sums) const {
   totals.loss = totals.tokens > 0 ? sums[kLossSlot] / totals.tokens : 0.0;
   if (!std::isfinite(sums[kLossSlot])) totals.loss = sums[kLossSlot];
   for (std::size_t i = 0; i < counts_.size(); ++i) {
-    if (sums[kTokenSlot + i] != counts_[i]) {
+    // Weights of tokens need not be whole, and then two orders of adding them differ in last bits.
+    constexpr double kRounding = 1e-10;
+    if (std::abs(sums[kTokenSlot + i] - counts_[i]) > kRounding * counts_[i]) {
       fail("engine", "the window was announced with ", counts_[i], " tokens for ",
            i == 0 ? std::string("its main loss") : join("term ", i),
            ", but its micro-batches counted ", sums[kTokenSlot + i],

@@ -29,6 +29,61 @@ Config sgd() {
   return config;
 }
 
+TEST(OddLosses, ACountMayHaveOneElementInAnyShape) {
+  TinyModel model, plain;
+  Engine engine(model.view(), sgd()), other(plain.view(), sgd());
+  const auto batch = make_batch(4, 1);
+  for (const auto& count : {at::full({1}, 4.0), at::full({1, 1}, 4, at::kLong),
+                            (at::ones({}).requires_grad_() * 4).reshape({1})}) {
+    for (const bool sum : {false, true}) {
+      const auto got = engine.step(1, [&](std::size_t) {
+        const auto loss = mean_loss(model, batch);
+        return sum ? Loss::sum(loss * 4, count) : Loss::mean(loss, count);
+      });
+      const auto want =
+          other.step(1, [&](std::size_t) { return Loss::mean(mean_loss(plain, batch), 4); });
+      EXPECT_EQ(got.tokens, 4);
+      EXPECT_FLOAT_EQ(got.loss, want.loss);
+      EXPECT_FLOAT_EQ(got.grad_norm, want.grad_norm);
+    }
+  }
+}
+
+TEST(OddLosses, CountsOfTermsNeedNotBeWhole) {
+  TinyModel model;
+  Engine engine(model.view(), sgd());
+  const auto batch = make_batch(4, 1);
+  const auto loss = [&](std::size_t) {
+    auto both = Loss::mean(mean_loss(model, batch), 0.1);
+    both.terms.push_back(
+        {model.logits(batch.x).pow(2).mean(), Loss::Kind::mean, at::full({}, 0.1, at::kDouble)});
+    return both;
+  };
+  EXPECT_EQ(engine.step(3, loss, {0.3, 0.3}).status, Status::applied);
+  EXPECT_THAT(message_of([&] {
+                engine.step(3, loss, {0.3, 0.300001});
+              }),
+              HasSubstr("announced with 0.300001 tokens for term 1"));
+}
+
+TEST(OddLosses, CountsAreCheckedWhateverTheWeighting) {
+  for (const auto weighting :
+       {config::LossWeighting::tokens, config::LossWeighting::micro_batch_mean}) {
+    TinyModel model;
+    auto config = sgd();
+    config.engine.loss_weighting = weighting;
+    Engine engine(model.view(), config);
+    for (const double count : {-3.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+      EXPECT_THAT(message_of([&] {
+                    engine.step(1, [&](std::size_t) {
+                      return Loss::mean(mean_loss(model, make_batch(4, 1)), count);
+                    });
+                  }),
+                  HasSubstr("the loss's count is "));
+    }
+  }
+}
+
 TEST(OddLosses, ALossLeavesItsWindowAlone) {
   const auto batch = make_batch(4, 1);
   using Call = void (*)(Engine&, const Loss&);
