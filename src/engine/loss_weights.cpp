@@ -184,6 +184,7 @@ void LossWeights::agree_on_q(double count) {
     group_.check();
   }
   agreed_in_window_ = true;
+  only_for_window_ = fp16_ && count == 0;
   q_ = count > 1 ? static_cast<int>(std::ceil(std::log2(count))) : 0;
 }
 
@@ -200,7 +201,12 @@ at::Tensor LossWeights::weigh(const Loss& loss, double scale, Empty empty) {
          "); pass counts to step() or begin_window()");
   }
   const auto main = part_of(loss.value, loss.kind, loss.count, false);
-  if (!q_) agree_on_q(fp16_ ? main.count.item<double>() : 1.0);  // one read per run
+  if (!q_) {
+    const double count = fp16_ ? main.count.item<double>() : 1.0;  // one read per run
+    // One that counts nothing at all has no weight: the next one says.
+    const bool says_nothing = count == 0 && loss.terms.empty() && group_.size() == 1;
+    if (!says_nothing) agree_on_q(count);
+  }
   auto total = weigh_part(main, 1.0, scale, kTokenSlot);
   std::vector<at::Tensor> uncounted;
   if (!total.defined()) uncounted.push_back(main.value);

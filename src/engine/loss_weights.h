@@ -3,13 +3,15 @@
 //
 // [Note: weights without look-ahead] A mean over n tokens is weighted n 2^-q, a sum 2^-q; the
 // division by N = sum of n comes once, when the window closes. q is 0 except in fp16, where it is
-// ceil(log2 n) of the run's first micro-batch, so that the weighted loss stays near its own size.
+// ceil(log2 n) of the run's first micro-batch that counts anything, so that the weighted loss stays
+// near its own size; all of a window have the same.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "poise/comm.h"
@@ -53,6 +55,10 @@ class LossWeights {
   void forget_window() {
     if (agreed_in_window_) q_.reset();
   }
+  // The window is over: what it agreed on stays, unless nothing was counted where it was read.
+  void end_window() {
+    if (std::exchange(only_for_window_, false)) q_.reset();
+  }
 
   // A rank that has no micro-batch in the run's first window takes part in agreeing on q.
   void agree_without_micro_batch();
@@ -62,7 +68,10 @@ class LossWeights {
 
   int q() const { return q_.value_or(0); }
   bool knows_q() const { return q_.has_value(); }
-  void resume(std::optional<int> q) { q_ = q; }  // that of a saved run
+  void resume(std::optional<int> q) {  // that of a saved run
+    q_ = q;
+    only_for_window_ = false;
+  }
 
  private:
   struct Part {
@@ -81,6 +90,7 @@ class LossWeights {
   Wait wait_;
   std::optional<int> q_;
   bool agreed_in_window_ = false;
+  bool only_for_window_ = false;  // q_: of a micro-batch that counted nothing
   std::vector<double> counts_;
   bool uncounted_noted_ = false;
   // fp64 on the device: [0] loss sum, [1] N, [2...] counts of the terms.

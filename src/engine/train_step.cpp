@@ -397,6 +397,7 @@ StepResult Engine::Impl::close_window() {
     result.peak_bytes = books.peak_bytes;
     result.accounts = books.at_peak;
   }
+  loss_weights.end_window();
   state = WindowState::closed;
   micro_batches = 0;
   return result;
@@ -405,6 +406,7 @@ StepResult Engine::Impl::close_window() {
 void Engine::Impl::discard_window() {
   if (state == WindowState::closed) return;
   if (group->size() == 1) loss_weights.forget_window();  // ranks do so together: drop_lost_window
+  loss_weights.end_window();
   state = WindowState::closed;
   micro_batches = 0;
   lent.clear();

@@ -84,6 +84,23 @@ TEST(OddLosses, CountsAreCheckedWhateverTheWeighting) {
   }
 }
 
+TEST(OddLosses, AFirstMicroBatchThatCountsNothingSetsNoWeights) {
+  const auto batch = make_batch(4, 1);
+  for (const std::size_t empty : {std::size_t{1}, std::size_t{2}}) {  // micro-batches of it
+    TinyModel model;
+    auto config = sgd();
+    config.precision.dtype = config::DType::fp16;
+    Engine engine(model.view(), config);
+    for (int update = 0; update < 3; ++update) {
+      const auto result = engine.step(2, [&](std::size_t i) {
+        return Loss::mean(mean_loss(model, batch), update == 0 && i < empty ? 0 : 1 << 20);
+      });
+      EXPECT_EQ(result.status, update == 0 && empty == 2 ? Status::empty : Status::applied);
+      EXPECT_EQ(result.loss_scale, 65536);
+    }
+  }
+}
+
 TEST(OddLosses, ALossLeavesItsWindowAlone) {
   const auto batch = make_batch(4, 1);
   using Call = void (*)(Engine&, const Loss&);
