@@ -47,6 +47,7 @@ double Engine::clip_grad_norm(double max_norm) {
     fail("engine", "clip_grad_norm() got ", max_norm, "; give a norm above 0, or leave it out");
   }
   if (impl_->state != WindowState::summed) begin_update();
+  impl_->guarded([&] { impl_->take_edited_gradients(); });
   impl_->clip_at = max_norm;
   return impl_->sums.grad_norm;
 }

@@ -264,7 +264,9 @@ void Engine::Impl::gather_gradients() {
 // Gradients that the user wrote after begin_update() go back into the accumulators, in their scale.
 // Over several ranks all ranks have the same ones lent, and sum up together.
 void Engine::Impl::take_edited_gradients() {
+  if (lent.empty()) return;
   at::NoGradGuard no_grad;
+  AccountScope scope(ledger, Account::gradients);
   small.reset();  // what is summed up anew is no measurement beside it
   bool edited = group->size() > 1;
   for (auto& [entry, pair] : lent) {
@@ -272,9 +274,9 @@ void Engine::Impl::take_edited_gradients() {
     store.write_gradient(entry,
                          pair.gradient.to(at::kDouble).div(unscale_factor(sums.totals.tokens)));
     gradients.make_norm(entry);
+    pair.original = pair.gradient.clone();  // it stays lent, and may be written once more
     edited = true;
   }
-  lent.clear();
   if (edited) sum_up();
 }
 
@@ -361,7 +363,8 @@ StepResult Engine::Impl::close_window() {
     Stopwatch watch(times.update_seconds);
     if (state == WindowState::open) sum_up();  // stop 8
     if (sums.lost_rank >= 0) return result;    // nothing is applied
-    if (!lent.empty()) take_edited_gradients();
+    take_edited_gradients();
+    lent.clear();
     result.status = sums.status;
     result.loss = without_sign_of_nan(sums.totals.loss);
     result.tokens = sums.totals.tokens;

@@ -132,5 +132,28 @@ TEST(OddLosses, ALossLeavesItsWindowAlone) {
   }
 }
 
+TEST(OddLosses, TheNormToClipIsThatOfWhatTheLoopWrote) {
+  const auto batch = make_batch(4, 1);
+  TinyModel model;
+  Engine engine(model.view(), sgd());
+  engine.backward(Loss::mean(mean_loss(model, batch), 4));
+  engine.begin_update();
+  std::vector<at::Tensor> gradients;
+  double squares = 0;
+  for (const auto& parameter : model.named()) {
+    gradients.push_back(engine.gradient(parameter.name));
+    gradients.back().mul_(100);
+    squares += gradients.back().to(at::kDouble).square().sum().item<double>();
+  }
+  EXPECT_NEAR(engine.clip_grad_norm(1), std::sqrt(squares), 1e-5 * std::sqrt(squares));
+  // And what is written after that counts, too.
+  const auto before = model.b2.detach().clone();
+  for (auto& gradient : gradients) gradient.zero_();
+  gradients.back().fill_(0.1);
+  const auto result = engine.step();
+  EXPECT_NEAR(result.grad_norm, 0.1 * std::sqrt(5), 1e-6);
+  EXPECT_TRUE(model.b2.allclose(before - 0.1 * 0.1, 1e-5, 1e-6));
+}
+
 }  // namespace
 }  // namespace poise
