@@ -196,6 +196,7 @@ struct Engine::Impl {
   void apply(double factor);
   void apply_or_say_why_not(double factor);
   void refuse_half_an_update() const;
+  void warn_of_no_gradient();
   void take_edited_gradients();
   std::vector<optim::GroupSettings> group_settings() const;
   // The optimizer's state that a trainable parameter lives in, and its entry of the table.
@@ -245,7 +246,8 @@ struct Engine::Impl {
   std::optional<engine::Lost> lost;  // in this window
   engine::Followed followed = engine::Followed::not_at_all;
   std::optional<double> clip_at;  // of the open window, instead of the config's
-  std::string half_an_update;     // why an update ended in its middle; empty: none did
+  bool no_gradient_noted = false;
+  std::string half_an_update;  // why an update ended in its middle; empty: none did
   // Handed out by gradient(): the entry's mean gradient, and a copy to see whether it was written.
   struct Lent {
     at::Tensor gradient;

@@ -356,6 +356,15 @@ void Engine::Impl::next_loss_scale() {
   }
 }
 
+// Of a copy of the model, for example: its losses have gradients, but not for ours.
+void Engine::Impl::warn_of_no_gradient() {
+  const bool none = sums.status == Status::applied && sums.grad_norm == 0;
+  if (!none || std::exchange(no_gradient_noted, true) || group->rank() > 0) return;
+  log::warning("the gradient of update ", updates + 1,
+               " is 0 for every parameter; is the loss computed with the engine's model, and not "
+               "with a copy of it? (said once)");
+}
+
 StepResult Engine::Impl::close_window() {
   RECORD_USER_SCOPE("poise::update");
   StepResult result;
@@ -373,6 +382,7 @@ StepResult Engine::Impl::close_window() {
     result.first_bad_parameter = sums.first_bad_parameter;
     result.lr = learning_rate();
     result.loss_scale = scaler.scale();
+    warn_of_no_gradient();
     if (sums.status == Status::applied) {
       const double clip = clip_factor(sums.grad_norm);
       result.clipped_norm = sums.grad_norm * clip;

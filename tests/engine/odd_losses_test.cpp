@@ -155,5 +155,26 @@ TEST(OddLosses, TheNormToClipIsThatOfWhatTheLoopWrote) {
   EXPECT_TRUE(model.b2.allclose(before - 0.1 * 0.1, 1e-5, 1e-6));
 }
 
+TEST(OddLosses, OfACopyOfTheModelAreToldOfOnce) {
+  TinyModel model;
+  const TinyModel copy;
+  Engine engine(model.view(), sgd());
+  std::vector<std::string> told;
+  auto before = log::set_sink([&](log::Level level, const std::string& line) {
+    if (level == log::Level::warning) told.push_back(line);
+  });
+  const auto batch = make_batch(4, 1);
+  const auto step = [&](const TinyModel& of) {
+    engine.step(1, [&](std::size_t) { return Loss::mean(mean_loss(of, batch), 4); });
+  };
+  step(model);
+  EXPECT_TRUE(told.empty());
+  step(copy);
+  step(copy);
+  log::set_sink(std::move(before));
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_THAT(told[0], HasSubstr("the gradient of update 2 is 0 for every parameter"));
+}
+
 }  // namespace
 }  // namespace poise
