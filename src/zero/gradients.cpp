@@ -133,7 +133,9 @@ at::Tensor Gradients::dense(int entry, const at::Tensor& gradient) {
   const auto& parameter = store_.parameters()[static_cast<std::size_t>(entry)];
   const auto type = whole.scalar_type();
   const bool known_type = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-  if (whole.strides() == parameter.strides() && known_type) return whole;
+  // One that is to be read with its signs turned, as of complex numbers, has the memory of another.
+  const bool as_it_lies = !whole.is_neg() && !whole.is_conj();
+  if (whole.strides() == parameter.strides() && known_type && as_it_lies) return whole;
   auto ordered = at::empty_strided(parameter.sizes(), parameter.strides(),
                                    whole.options().dtype(known_type ? type : at::kFloat));
   ordered.copy_(whole);

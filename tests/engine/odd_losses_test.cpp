@@ -176,5 +176,20 @@ TEST(OddLosses, OfACopyOfTheModelAreToldOfOnce) {
   EXPECT_THAT(told[0], HasSubstr("the gradient of update 2 is 0 for every parameter"));
 }
 
+TEST(OddLosses, AGradientThatIsTheNegativeOfItsMemory) {
+  for (const auto& sizes : {std::vector<std::int64_t>{}, {3}, {2, 3}}) {
+    auto weight = at::full(sizes, 2.0F).requires_grad_();
+    weight.register_hook([](const at::Tensor& gradient) {
+      return gradient.clone(at::MemoryFormat::Contiguous)._neg_view();
+    });
+    Engine engine(ModelView{{{"weight", weight}}, {}, {}}, sgd());
+    engine.backward(Loss::mean((weight * weight).sum(), 1));
+    engine.begin_update();
+    EXPECT_TRUE(engine.gradient("weight").eq(-4).all().item<bool>());
+    engine.step();
+    EXPECT_TRUE(weight.eq(2.4F).all().item<bool>());
+  }
+}
+
 }  // namespace
 }  // namespace poise
