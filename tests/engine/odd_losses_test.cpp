@@ -191,5 +191,18 @@ TEST(OddLosses, AGradientThatIsTheNegativeOfItsMemory) {
   }
 }
 
+TEST(OddLosses, ComplexParametersAreNotTrained) {
+  const auto weight = at::full({3}, c10::complex<float>(1, 2), at::kComplexFloat);
+  const auto real = at::full({3}, 2.0F).requires_grad_();
+  const ModelView view{{{"spectrum", weight}, {"real", real}}, {}, {}};
+  const Engine frozen(view, sgd());
+  EXPECT_TRUE(weight.eq(c10::complex<float>(1, 2)).all().item<bool>());
+  auto trained = view;
+  trained.parameters[0].tensor =
+      at::full({3}, c10::complex<float>(1, 2), at::kComplexFloat).requires_grad_();
+  EXPECT_THAT(message_of([&] { Engine(trained, sgd()); }),
+              HasSubstr("parameter 'spectrum' is of type ComplexFloat"));
+}
+
 }  // namespace
 }  // namespace poise
