@@ -37,6 +37,11 @@ void take_memory(const at::Tensor& flat) {
   storage->set_nbytes(0);
 }
 
+// Looks at neither, which one without memory would not let it.
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
 }  // namespace
 
 at::Tensor FlatStore::view_of(int entry, const at::Tensor& flat) const {
@@ -64,8 +69,17 @@ void FlatStore::notice_edits() {
            "' was frozen when the engine was made, and is to be trained now; set requires_grad "
            "back, or make the engine anew with it trained, and freeze it after that");
     }
-    if (shards_.splits_parameters(entry.flat)) continue;  // edited in gathered(), taken over there
     const auto& values = flats_[static_cast<std::size_t>(entry.flat)].values;
+    if (shards_.splits_parameters(entry.flat)) {  // edited in gathered(), taken over there
+      if (!same_memory(parameter, values) && !same_memory(parameter, poisons_[i])) {
+        fail("zero", "parameter '", entry.name,
+             "' was given other memory after the engine was built (set_data(), torch::load()), "
+             "which "
+             "its values, sharded or offloaded, would replace; load before the engine is made, or "
+             "copy into it inside gathered(writer)");
+      }
+      continue;
+    }
     const auto* home =
         static_cast<const char*>(values.const_data_ptr()) + entry.offset * values.element_size();
     if (parameter.scalar_type() != values.scalar_type() ||

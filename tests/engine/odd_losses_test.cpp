@@ -49,6 +49,7 @@ TEST(OddLosses, ACountMayHaveOneElementInAnyShape) {
   }
 }
 
+// Thrice 0.1 is not 0.3 to a computer.
 TEST(OddLosses, CountsOfTermsNeedNotBeWhole) {
   TinyModel model;
   Engine engine(model.view(), sgd());
@@ -84,6 +85,8 @@ TEST(OddLosses, CountsAreCheckedWhateverTheWeighting) {
   }
 }
 
+// The weights of an fp16 run are those of its first micro-batch that counts: of one that counts
+// nothing they would be far too large, and updates be skipped until the scale had come down.
 TEST(OddLosses, AFirstMicroBatchThatCountsNothingSetsNoWeights) {
   const auto batch = make_batch(4, 1);
   for (const std::size_t empty : {std::size_t{1}, std::size_t{2}}) {  // micro-batches of it
@@ -101,6 +104,7 @@ TEST(OddLosses, AFirstMicroBatchThatCountsNothingSetsNoWeights) {
   }
 }
 
+// Whose window is gone, or another one: its sums would be of both.
 TEST(OddLosses, ALossLeavesItsWindowAlone) {
   const auto batch = make_batch(4, 1);
   using Call = void (*)(Engine&, const Loss&);
@@ -176,6 +180,7 @@ TEST(OddLosses, OfACopyOfTheModelAreToldOfOnce) {
   EXPECT_THAT(told[0], HasSubstr("the gradient of update 2 is 0 for every parameter"));
 }
 
+// Torch may hand out a gradient as the negative of what lies in its memory, as of complex numbers.
 TEST(OddLosses, AGradientThatIsTheNegativeOfItsMemory) {
   for (const auto& sizes : {std::vector<std::int64_t>{}, {3}, {2, 3}}) {
     auto weight = at::full(sizes, 2.0F).requires_grad_();
@@ -202,6 +207,32 @@ TEST(OddLosses, ComplexParametersAreNotTrained) {
       at::full({3}, c10::complex<float>(1, 2), at::kComplexFloat).requires_grad_();
   EXPECT_THAT(message_of([&] { Engine(trained, sgd()); }),
               HasSubstr("parameter 'spectrum' is of type ComplexFloat"));
+}
+
+// As torch::load() does it. Whether parameters stay or are away, it must not pass unnoticed.
+TEST(OddLosses, MemoryThatAParameterIsGivenLater) {
+  for (const auto place : {config::Offload::none, config::Offload::host}) {
+    const auto first = at::ones({300, 4}).requires_grad_(), second = at::ones({4}).requires_grad_();
+    auto config = sgd();
+    config.offload.parameters = place;
+    Engine engine(ModelView{{{"a.weight", first}, {"b.weight", second}},
+                            {},
+                            {{"a", {"a.weight"}}, {"b", {"b.weight"}}}},
+                  config);
+    const auto a = engine.unit("a"), b = engine.unit("b");
+    const auto step = [&] {
+      return engine.step(1, [&](std::size_t) {
+        const auto x = a([&](const at::Tensor& in) { return in * first.sum(); },
+                         at::ones({}).requires_grad_());
+        return Loss::mean(b([&](const at::Tensor& in) { return in + second.sum(); }, x), 1);
+      });
+    };
+    EXPECT_EQ(step().loss, 1204);
+    { const auto whole = engine.gathered(); }
+    step();
+    first.set_data(at::full({300, 4}, 5.0F));
+    EXPECT_THAT(message_of(step), HasSubstr("parameter 'a.weight'"));
+  }
 }
 
 }  // namespace
