@@ -89,12 +89,13 @@ struct ActivationOffload::Books {
   void fetch_ahead(const Ticket& of);
 };
 
-// Only dense strided tensors are put as they lie in memory; the others stay.
+// Only dense strided tensors are put as they lie in memory; the others stay, and those that are
+// read as the conjugate or the negative of what lies there.
 bool ActivationOffload::Books::leaves(const at::Tensor& tensor) const {
   return tensor.defined() && !tensor.is_inference() && tensor.layout() == at::kStrided &&
          static_cast<std::int64_t>(tensor.nbytes()) >= min_bytes && tensor.numel() > 0 &&
-         tensor.is_non_overlapping_and_dense() && tensor.has_storage() &&
-         stay.count(tensor.storage().unsafeGetStorageImpl()) == 0;
+         tensor.is_non_overlapping_and_dense() && tensor.has_storage() && !tensor.is_conj() &&
+         !tensor.is_neg() && stay.count(tensor.storage().unsafeGetStorageImpl()) == 0;
 }
 
 // Several operations save the same tensor: one copy serves all.

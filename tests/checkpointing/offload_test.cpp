@@ -1,9 +1,12 @@
 // Saved tensors that wait in a store: same gradients, one copy of each, parameters and small ones
 // stay, and a tensor that was changed in place is an error.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_neg_view.h>
+#include <ATen/ops/complex.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/real.h>
 #include <gtest/gtest.h>
 
 #include "poise/checkpointing.h"
@@ -58,6 +61,34 @@ TEST(ActivationOffload, GivesTheSameGradients) {
     expect_equal(net.gradients(out[0], /*retain=*/true), expected);
     expect_equal(net.gradients(out[0]), expected);  // a second time through the same graph
     Stream::set_test_delay(0, 0);
+  }
+}
+
+// Conjugates and negatives that torch reads through a bit of the tensor, over the memory of
+// another.
+TEST(ActivationOffload, GivesTheSameGradientsOfComplexNumbers) {
+  const auto x = normal({kRows, kWidth}, 3).requires_grad_();
+  const auto w = normal({kRows, kWidth}, 4).requires_grad_();
+  const auto forward = [&] {
+    const auto z = at::complex(x, w), y = z * z;
+    const auto turned = y.conj();
+    const auto sign = at::_neg_view(x * w);
+    return at::real(turned * y * turned).sum() + (sign * sign * (x * w)).sum();
+  };
+  const auto expected = torch::autograd::grad({forward()}, {x, w});
+  testing::TempFolder folder;
+  config::OffloadPolicy policy;
+  policy.directory = folder.path();
+  policy.block_bytes = 4096;
+  const Setting host;
+  for (const auto& store : {host.store, offload::file_store(policy, host.memory)}) {
+    const ActivationOffload offload(store, 1, {});
+    at::Tensor out;
+    {
+      const auto scope = offload.scope();
+      out = forward();
+    }
+    expect_equal(torch::autograd::grad({out}, {x, w}), expected);
   }
 }
 
