@@ -192,7 +192,8 @@ std::string Config::to_json() const {
     const auto dot = key.path.find('.');
     out[key.path.substr(0, dot)][key.path.substr(dot + 1)] = key.write(*this);
   }
-  return out.dump(2) + "\n";
+  // A path need not be UTF-8, and where it is not, no text of JSON has it.
+  return out.dump(2, ' ', /*ensure_ascii=*/false, config::Json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace poise

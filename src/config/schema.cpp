@@ -265,7 +265,9 @@ std::vector<Key<Config>> make_keys() {
       key(POISE_FIELD(offload.pinned_budget_bytes), byte_count(),
           "with a GPU: host memory that is pinned; what is above is pageable"),
 
-      key(POISE_FIELD(comm.timeout_seconds), number({.low = 0, .ends = Ends::open_low}),
+      // Above it a clock of nanoseconds runs over, and waits would end at once.
+      key(POISE_FIELD(comm.timeout_seconds),
+          number({.low = 0, .high = 1e9, .ends = Ends::open_low}),
           "a wait for other ranks ends after this with an error"),
 
       key(POISE_FIELD(engine.loss_weighting),

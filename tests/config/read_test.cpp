@@ -223,6 +223,24 @@ TEST(Read, ErrorsSayWhereTheKeyStands) {
   std::filesystem::remove(path);
 }
 
+// 2^63 nanoseconds are 292 years.
+TEST(Read, ATimeoutFitsIntoAClock) {
+  const auto with = [](const std::string& seconds) {
+    return "{\"comm\": {\"timeout_seconds\": " + seconds + "}}";
+  };
+  EXPECT_EQ(Config::from_json(with("1e9")).comm.timeout_seconds, 1e9);
+  for (const char* seconds : {"1e10", "1e300"}) {
+    EXPECT_THAT(message_of(with(seconds)), HasSubstr("comm.timeout_seconds is 1"));
+  }
+}
+
+// A path on the disk may be in an older encoding; a save keeps the settings as JSON.
+TEST(Read, SettingsThatAreNoUtf8AreStillPrinted) {
+  const auto config = Config::from_json("{}", {"train.output_dir=caf\xe9"});
+  EXPECT_EQ(config.train.output_dir, "caf\xe9");
+  EXPECT_THAT(config.to_json(), HasSubstr("\"output_dir\": \"caf\xef\xbf\xbd\""));
+}
+
 TEST(Read, FilesThatCannotBeReadAreNamed) {
   const auto read = [](const std::string& path) -> std::string {
     try {
