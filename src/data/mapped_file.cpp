@@ -43,13 +43,13 @@ MappedFile::MappedFile(std::string path, Access access) : path_(std::move(path))
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) fail_on("stat", path_);
   bytes_ = status.st_size;
+  device_ = status.st_dev;
+  inode_ = status.st_ino;
   if (bytes_ == 0 || access == Access::read) return;
   void* map =
       ::mmap(nullptr, static_cast<std::size_t>(bytes_), PROT_READ, MAP_PRIVATE, file.get(), 0);
   if (map == MAP_FAILED) fail_on("map", path_);
   map_ = static_cast<const unsigned char*>(map);
-  device_ = status.st_dev;
-  inode_ = status.st_ino;
 }
 
 MappedFile::~MappedFile() {
@@ -72,6 +72,15 @@ void MappedFile::check_length(std::int64_t end) const {
   if (same && status.st_size < end) fail_on_end(status.st_size);
 }
 
+// Without a map the old file is gone: what is there now has other bytes at the same places.
+void MappedFile::check_same(int file) const {
+  struct stat status {};
+  if (::fstat(file, &status) != 0) fail_on("stat", path_);
+  if (status.st_dev == device_ && status.st_ino == inode_) return;
+  fail("data", "file was replaced while it was read: ", path_,
+       "; leave the files as they are during a run");
+}
+
 void MappedFile::fail_on_end(std::int64_t offset) const {
   fail("data", "file became shorter while it was read: ", path_, " ended at byte ", offset, " of ",
        bytes_, "; leave the files as they are during a run");
@@ -86,6 +95,7 @@ void MappedFile::copy(std::int64_t offset, std::int64_t count, unsigned char* to
   }
   if (count == 0) return;
   const Descriptor file(path_);
+  check_same(file.get());
   while (count > 0) {
     const ssize_t got = ::pread(file.get(), to, static_cast<std::size_t>(count), offset);
     if (got < 0 && errno == EINTR) continue;

@@ -23,17 +23,19 @@ class MappedFile {
 
   std::int64_t bytes() const { return bytes_; }
   const std::string& path() const { return path_; }
-  // Copies [offset, offset + count) to `to`. Throws Error where the file has become shorter.
+  // Copies [offset, offset + count) to `to`. Throws Error where the file has become shorter,
+  // or, without a map, is another one by now.
   void copy(std::int64_t offset, std::int64_t count, unsigned char* to) const;
 
  private:
   void check_length(std::int64_t end) const;
+  void check_same(int file) const;
   [[noreturn]] void fail_on_end(std::int64_t offset) const;
 
   std::string path_;
   std::int64_t bytes_ = 0;
   const unsigned char* map_ = nullptr;  // null: read from the file
-  dev_t device_ = 0;                    // of what is mapped
+  dev_t device_ = 0;                    // of what was opened
   ino_t inode_ = 0;
 };
 

@@ -195,6 +195,17 @@ TEST(MappedFile, AFileThatWasReplacedOrRemovedIsStillThere) {
   EXPECT_EQ(got, "0123456789");
 }
 
+// Without a map it would be another file that is read, from the same places.
+TEST(MappedFile, AReplacedFileThatIsReadWithoutAMapIsAnError) {
+  const TempFolder dir;
+  const auto path = dir.write("f", "0123456789");
+  const MappedFile file(path, MappedFile::Access::read);
+  fs::rename(dir.write("new", "abcdefghij"), path);
+  std::string got(10, ' ');
+  EXPECT_THAT(message_of([&] { file.copy(0, 10, reinterpret_cast<unsigned char*>(got.data())); }),
+              HasSubstr("file was replaced while it was read: " + path));
+}
+
 // A file that is cut while a run reads it: pages behind its end may not be touched.
 TEST(ByteCorpus, AFileCutShortIsAnErrorAndNotTheEndOfTheProcess) {
   const TempFolder dir;
