@@ -1,6 +1,7 @@
 // The model of a save as one safetensors file.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
@@ -116,6 +117,11 @@ std::vector<std::pair<std::string, at::Tensor>> read_model(const std::string& sa
 }
 
 void export_model(const std::string& save, const std::string& file) {
+  // A device or a pipe would be gone for all: the file takes its place, and is not written into it.
+  struct stat found {};
+  if (::stat(file.c_str(), &found) == 0 && !S_ISREG(found.st_mode)) {
+    fail("state", file, " is there and is no file, so that it is not replaced; name a file");
+  }
   at::NoGradGuard no_grad;
   const Saved saved(save);
   saved.verify();
