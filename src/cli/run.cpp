@@ -1,6 +1,9 @@
 // The commands and their arguments. Few and frozen by a test: everything else is the config file.
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <CLI/CLI.hpp>
 #include <iostream>
 
@@ -201,9 +204,7 @@ int stop(const CLI::App& app, const CLI::ParseError& error) {
   return app.exit(error) == 0 ? 0 : kUsage;
 }
 
-}  // namespace
-
-int run(int argc, const char* const* argv) {
+int run_command(int argc, const char* const* argv) {
   CLI::App app("Trains the model you have on the memory you have.", "poise");
   Arguments arguments;
   describe(app, arguments);
@@ -224,6 +225,28 @@ int run(int argc, const char* const* argv) {
   } catch (const std::exception& error) {
     return complain(error.what());
   }
+}
+
+// Where a standard stream is closed, the next file that is opened would take its place, and what is
+// told would be written into it.
+void hold_standard_streams() {
+  for (int stream = 0; stream <= STDERR_FILENO; ++stream) {
+    if (::fcntl(stream, F_GETFD) == 0 || errno != EBADF) continue;
+    if (::open("/dev/null", O_RDWR) != stream) return;  // nothing can be done
+  }
+}
+
+}  // namespace
+
+int run(int argc, const char* const* argv) {
+  hold_standard_streams();
+  const int code = run_command(argc, argv);
+  std::cout.flush();
+  // A page that is cut short must not pass for a whole one. What a run tells, its metrics.jsonl
+  // has.
+  const bool trains = argc > 1 && std::string(argv[1]) == "train";
+  if (code != 0 || std::cout || trains) return code;
+  return complain("[cli] cannot write to standard output; is the disk full?");
 }
 
 }  // namespace poise::cli

@@ -5,8 +5,11 @@
 
 #include <cstdio>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+
+#include "support/temp_folder.h"
 
 namespace poise::cli {
 namespace {
@@ -73,6 +76,37 @@ TEST(Program, BadUsageIsTwoAndSaysWhatIsWrong) {
     EXPECT_EQ(ended.code, 2) << one.arguments;
     EXPECT_EQ(ended.out, "") << one.arguments;
     EXPECT_THAT(ended.err, HasSubstr(one.complaint)) << one.arguments;
+  }
+}
+
+// The first file that is opened would get the number of a closed stream, and what is printed.
+TEST(Program, ClosedStreamsDoNotEndUpInFiles) {
+  const testing::TempFolder folder;
+  std::string text;
+  for (int i = 0; i < 40; ++i) text += "the cat sat on the mat.\n";
+  const nlohmann::json config = {
+      {"model", {{"layers", 1}, {"width", 8}, {"heads", 1}, {"sequence_length", 8}}},
+      {"data", {{"train", {folder.write("text.txt", text)}}}},
+      {"train", {{"max_updates", 2}, {"output_dir", folder / "out"}}}};
+  const auto run = folder.write("run.json", config.dump());
+  for (const char* closed : {" >&-", " >&- <&-", " >&- <&- 2>&-"}) {
+    ASSERT_EQ(program("train " + run + closed).code, 0);
+    std::istringstream lines(testing::bytes_of(folder / "out/metrics.jsonl"));
+    int count = 0;
+    for (std::string line; std::getline(lines, line); ++count) {
+      EXPECT_TRUE(nlohmann::json::accept(line)) << closed << ": " << line;
+    }
+    EXPECT_GT(count, 2);
+  }
+}
+
+// What was not written must not pass for written.
+TEST(Program, AFullDiskUnderStandardOutputIsAFailure) {
+  for (const char* arguments : {"config --reference", "--help", "--version",
+                                "plan --model gpt2 --gpus 1xL4-24GB --seq 128 --global-batch 8"}) {
+    const auto ended = program(std::string(arguments) + " >/dev/full");
+    EXPECT_EQ(ended.code, 1) << arguments;
+    EXPECT_THAT(ended.err, HasSubstr("cannot write to standard output")) << arguments;
   }
 }
 
