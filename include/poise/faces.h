@@ -107,6 +107,10 @@ class GradientAccumulationSystem : public faces::OverEngine {
  public:
   explicit GradientAccumulationSystem(const AccumulationConfig& config)
       : config_(config), checkpoint_(config.checkpoint_interval) {
+    if (config.accumulation_steps < 1) {
+      fail("faces", "accumulation_steps is ", config.accumulation_steps,
+           "; a window has 1 micro-batch or more");
+    }
     if (config.gradient_checkpointing) checkpoint_.enable_if_needed();
   }
 

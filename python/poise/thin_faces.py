@@ -112,6 +112,11 @@ class GradientAccumulationSystem(_OverEngine):
                     f"{', '.join(sorted(known))}"
                 )
             config = AccumulationConfig(**config)
+        if config.accumulation_steps < 1:
+            raise Error(
+                f"[engine] accumulation_steps is {config.accumulation_steps}; a window has 1 "
+                "micro-batch or more"
+            )
         self.config = config
         self.last_result: StepResult | None = None
 

@@ -170,3 +170,5 @@ def test_what_they_cannot_mean_is_an_error():
         poise.MixedPrecisionTrainer("bf16", loss_scale=2.0)
     with pytest.raises(poise.Error, match="checkpoint_every_n is 0"):
         poise.ActivationCheckpoint(0)
+    with pytest.raises(poise.Error, match="accumulation_steps is 0"):
+        poise.GradientAccumulationSystem({"accumulation_steps": 0})

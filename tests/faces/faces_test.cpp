@@ -33,6 +33,14 @@ std::vector<Batch> ragged(int count) {
   return batches;
 }
 
+TEST(GradientAccumulationSystem, AWindowOfNothingIsRefused) {
+  for (const std::int64_t steps : {0, -1}) {
+    AccumulationConfig config;
+    config.accumulation_steps = steps;
+    EXPECT_THROW(GradientAccumulationSystem{config}, Error);
+  }
+}
+
 TEST(GradientAccumulationSystem, OneCallIsOneWindowAndItsLoss) {
   AccumulationConfig config;
   config.accumulation_steps = 2;
