@@ -59,7 +59,8 @@ std::string attention(const Config& config, c10::Device device) {
 std::string length(const Config& config, const data::ByteCorpus& corpus, int ranks) {
   const auto window =
       config::micro_batch_size(config.batch) * config::accumulation(config.batch, ranks) * ranks;
-  const double epochs = static_cast<double>(config.train.max_updates * window) /
+  const double epochs = static_cast<double>(config.train.max_updates) *
+                        static_cast<double>(window) /
                         static_cast<double>(std::max<std::int64_t>(1, corpus.size()));
   char text[32];
   std::snprintf(text, sizeof text, "%.2f", epochs);
