@@ -56,7 +56,10 @@ class TrainerControl:
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
-    ended_by_signal: bool = False  # after a save
+    ended_by_signal: bool = False  # after a save; none of a callback's flags
+
+
+_OF_RUN = ("ended_by_signal",)
 
 
 class TrainerCallback:
@@ -135,4 +138,5 @@ def call(
         answer = method(args, state, control, **details)
         if answer is not None and answer is not control:
             for flag in dataclasses.fields(control):
-                setattr(control, flag.name, bool(getattr(answer, flag.name, False)))
+                if flag.name not in _OF_RUN:
+                    setattr(control, flag.name, bool(getattr(answer, flag.name, False)))

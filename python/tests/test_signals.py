@@ -11,7 +11,8 @@ import poise
 import pytest
 import rank_processes
 import torch
-from poise import signals, trainer_saving
+import transformers
+from poise import callbacks, signals, trainer_saving
 from poise.signals import AgreedEnd, AskedOfRanks, Signals
 from signals_on_ranks import WINDOW, Interrupting, OwnStep
 from test_trainer import Rows, arguments
@@ -64,6 +65,22 @@ def test_the_window_is_dropped_and_comes_again(tmp_path, kind, callbacks, window
     assert same_bits(resumed.model, whole.model)
     assert float(resumed.model.seen) == float(whole.model.seen)
     assert lines_of(tmp_path / "out") == lines_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("theirs", [transformers.TrainerControl, callbacks.TrainerControl])
+def test_a_callback_that_returns_flags_of_its_own_does_not_take_the_end_back(tmp_path, theirs):
+    class Returns(poise.TrainerCallback):
+        """As those do that begin with clean flags."""
+
+        def on_save(self, args, state, control, **details):
+            return theirs()
+
+    model = Interrupting(at=2, number=signal.SIGUSR1)  # its window is trained to the end, the run's
+    model.register_buffer("large", torch.ones(trainer_saving.SMALL_BUFFER // 4 + 1))
+    stopped = trainer(tmp_path, model, callbacks=[Returns()], max_steps=1)
+    with pytest.raises(signals.Interrupted):
+        stopped.train()
+    assert names(tmp_path) == ["checkpoint-1"] and stopped.state.global_step == 1
 
 
 class JudgedSlowly(Interrupting):
