@@ -233,10 +233,10 @@ class Trainer(TrainerEngine):
                 contextlib.closing(Profiling(args.profile_steps if first else None, folder))
             )
             signals = stack.enter_context(saves_noted()) if saves else Signals()
-            saving = TrainerSaves(args, self.engine, windows, log, self._group, signals)
+            saving = TrainerSaves(
+                args, self.engine, windows, log, self._group, signals, self._torch
+            )
             saving.resume(resume_from_checkpoint or args.resume_from_checkpoint)
-            if self._torch is not None:
-                self._torch.resume(self.engine.updates - log.earlier[0])
             self._best = BestModel(args, self.engine, log, first)
             figures = self._loop(windows, run, log, profiling, saving)
         self._ended = True

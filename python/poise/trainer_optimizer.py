@@ -4,12 +4,13 @@ work, and they keep groups, settings and rates."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from poise import _C, optimizers, torch_optimizer, torch_settings
+from poise import _C, loop_state, optimizers, torch_optimizer, torch_settings
 from poise._C import Error, StepResult
 from poise.config import read_config
 from poise.schedule_arguments import is_theirs, made_by_transformers, to_schedule
@@ -17,6 +18,8 @@ from poise.schedule_arguments import is_theirs, made_by_transformers, to_schedul
 if TYPE_CHECKING:
     from poise.engine import Engine
     from poise.training_arguments import TrainingArguments
+
+_KEY = "schedule"  # of a checkpoint's texts
 
 
 class TorchOptimizer:
@@ -34,6 +37,7 @@ class TorchOptimizer:
                 "Adam or SGD, or none: then optim and learning_rate say it"
             )
         self._optimizer, self._scheduler = optimizer, scheduler
+        self._watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._tie: torch_optimizer.HandedOver | None = None
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -51,15 +55,24 @@ class TorchOptimizer:
     def attach(self, engine: Engine) -> None:
         self._tie = torch_optimizer.HandedOver(self._optimizer, engine, _steps_itself)
 
-    def resume(self, applied: int) -> None:
-        """After a checkpoint of so many applied updates was loaded: the schedule gets there."""
+    def kept(self) -> dict[str, str]:
+        """What a checkpoint has of the schedule: what a plateau has seen; others follow from the updates."""
+        if not self._watches:
+            return {}
+        return {_KEY: loop_state.text(self._optimizer, [self._scheduler], {})}
+
+    def resume(self, applied: int, kept: Mapping[str, str]) -> None:
+        """After a checkpoint of so many applied updates was loaded, with these texts: the schedule gets there."""
+        if self._watches:
+            if _KEY not in kept:
+                raise Error(
+                    "[trainer] the checkpoint was made without ReduceLROnPlateau, so that it has nothing of "
+                    "what that has seen; resume with the scheduler that it was made with, or begin a new run"
+                )
+            loop_state.take(kept[_KEY], self._optimizer, [self._scheduler])
+            return
         if applied == 0 or self._scheduler is None:
             return
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise Error(
-                "[trainer] a checkpoint does not keep what ReduceLROnPlateau has seen; resume with "
-                "another scheduler"
-            )
         with warnings.catch_warnings():  # of torch, that no optimizer.step() came before
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(applied):
@@ -70,14 +83,12 @@ class TorchOptimizer:
 
     def after_update(self, result: StepResult) -> None:
         self._tie.after_update(result)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        if result.applied and self._scheduler is not None:
-            if not isinstance(self._scheduler, plateau):
-                self._scheduler.step()
+        if result.applied and self._scheduler is not None and not self._watches:
+            self._scheduler.step()
 
     def after_evaluation(self, metrics: dict[str, float], metric: str) -> None:
         """ReduceLROnPlateau watches an evaluation's metric."""
-        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if self._watches:
             name = metric if metric in metrics else f"eval_{metric}"
             if name not in metrics:
                 raise Error(

@@ -24,6 +24,7 @@ from poise.model_view import lasting_buffers, plain_name
 from poise.run_log import RunLog
 from poise.schedule_arguments import updates_of
 from poise.signals import AgreedEnd, AskedOfRanks, EvaluationGivenUp, Interrupted, Signals
+from poise.trainer_optimizer import TorchOptimizer
 from poise.training_arguments import TrainingArguments
 
 logger = logging.getLogger("poise")
@@ -42,6 +43,7 @@ class TrainerSaves:
       log: whose counters and lines are.
       group: all ranks; all make the same calls.
       signals: of this process.
+      optimizer: of torch, and its scheduler; None: the engine's own.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class TrainerSaves:
         log: RunLog,
         group: Group,
         signals: Signals,
+        optimizer: TorchOptimizer | None = None,
     ) -> None:
+        self._optimizer = optimizer
         self._args, self._engine, self._windows = args, engine, windows
         self._log, self._group, self._signals = log, group, signals
         self._folder, self._saves = Path(args.output_dir), args.save_strategy != "no"
@@ -94,6 +98,8 @@ class TrainerSaves:
         self._log.last_save = loaded.path
         config = self._args.to_config(self._log.state.max_steps)
         self._engine.set_schedule(config, self._log.earlier[0])
+        if self._optimizer is not None:
+            self._optimizer.resume(self._engine.updates - self._log.earlier[0], loaded.user)
         self._log.note(f"resumed from {loaded.path} after update {self._saved}")
 
     def before_window(self) -> None:
@@ -246,6 +252,7 @@ class TrainerSaves:
             user={
                 "trainer": json.dumps(self._log.kept() | marks),
                 "data": json.dumps(position),
+                **(self._optimizer.kept() if self._optimizer is not None else {}),
             },
             own=generators.own_texts(),
             total_limit=self._args.save_total_limit or 0,

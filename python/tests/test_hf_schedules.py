@@ -81,6 +81,43 @@ def test_a_plateau_watches_the_evaluations_metric(tmp_path):
     assert [rate for rate, _ in rates.seen] == pytest.approx(expected, rel=1e-6)
 
 
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    # Better than the best by more than evaluations here ever are, but the first.
+    "lr_scheduler_kwargs": {"patience": 1, "factor": 0.5, "threshold": 0.9, "cooldown": 1},
+    **{"eval_strategy": "steps", "eval_steps": 1, "warmup_steps": 0},
+}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_run_resumed_on_a_plateau_is_the_unbroken_one(at, tmp_path):
+    def run(folder, base=poise.Trainer, **changes):
+        rates = Rates()
+        options = {name: value for name, value in PLATEAU.items() if name != "lr_scheduler_type"}
+        trainer = trained(base, folder, PLATEAU["lr_scheduler_type"], rates, **options, **changes)
+        return trainer, [rate for rate, _ in rates.seen]
+
+    whole, expected = run(tmp_path, save_strategy="steps", save_steps=1)
+    _, theirs = run(tmp_path / "theirs", transformers.Trainer)
+    assert expected == pytest.approx(theirs, rel=1e-6) and len(set(expected)) > 2
+    again, rates = run(
+        tmp_path / "again", resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}")
+    )
+    assert rates == expected[at:]
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_plateau_does_not_go_on_from_another_schedule(tmp_path):
+    trained(poise.Trainer, tmp_path, "constant", warmup_steps=0, save_strategy="steps")
+    with pytest.raises(poise.Error, match="has nothing of what that has seen; resume with"):
+        trained(
+            poise.Trainer, tmp_path / "again", PLATEAU["lr_scheduler_type"],
+            resume_from_checkpoint=str(tmp_path / "checkpoint-8"), warmup_steps=0,
+            **{"eval_strategy": "steps", "eval_steps": 1},
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
