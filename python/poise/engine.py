@@ -128,6 +128,9 @@ class Engine:
         weakref.finalize(self, self._undo.close).atexit = False
         _alive.add(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error(whole_state.no_copy("an engine", "engine", "engine.model"))
+
     def step(
         self,
         window: Iterable[Any] | None = None,

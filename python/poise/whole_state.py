@@ -62,6 +62,16 @@ def give_back(engine: Engine, came_from: dict[str, torch.device]) -> None:
         buffer.data = buffer.data.to(came_from.get(name, buffer.device))  # some are made later
 
 
+def no_copy(what: str, name: str, module: str) -> str:
+    """What copy.deepcopy, pickle and torch.save say of a thing that has an engine."""
+    return (
+        f"[engine] {what} cannot be copied or pickled: its parameters, moments and sums live in memory of "
+        f"its own. {name}.save(directory) keeps all of a run; {name}.state_dict() has the model's values; "
+        f"copy.deepcopy({module}) is a model of torch's alone, made within engine.gathered() where "
+        "parameters are sharded or offloaded"
+    )
+
+
 def _entries(engine: Engine) -> dict[str, Any] | None:
     """The parameters and buffers themselves by name; None where the model gives other tensors."""
     known = {id(t) for t in (*engine.model.parameters(), *engine.model.buffers())}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from poise import loop_state, plain_backward, wrong_batch
+from poise import loop_state, plain_backward, whole_state, wrong_batch
 from poise._batch import cast_inputs, count_targets
 from poise._C import Error, StepResult
 from poise.config import settings_of
@@ -77,6 +77,9 @@ class WrappedModel:
         if name in ("module", "engine"):
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error(whole_state.no_copy("a wrapped model", "model", "model.module"))
 
     def backward(self, loss: Any, tokens: Count = None) -> None:
         """Accumulates the gradient of a micro-batch. The same as loss.backward() of a loss that was computed

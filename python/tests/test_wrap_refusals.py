@@ -1,6 +1,8 @@
 """poise.wrap: what it refuses, when it is called and later, with the reason."""
 
+import copy
 import math
+import pickle
 
 import poise
 import pytest
@@ -191,3 +193,20 @@ def test_a_grad_scaler_is_refused_unless_it_does_nothing(fused, unscales):
             scaler.step(sgd)
             scaler.update()
     assert run.last_result.applied
+
+
+@pytest.mark.parametrize("what", ["wrapped", "engine", "deepspeed"])
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_what_has_an_engine_says_what_to_do(what, way):
+    model = network()
+    if what == "deepspeed":
+        config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        thing, *_ = poise.initialize(model=model, config=config)
+    else:
+        run, *_ = poise.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        thing = run if what == "wrapped" else run.engine
+    with pytest.raises(poise.Error, match=r"cannot be copied or pickled.*\.state_dict\(\) has"):
+        way(thing)
+    copied = copy.deepcopy(model)  # as the error says
+    for p, q in zip(copied.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q) and p.data_ptr() != q.data_ptr()
