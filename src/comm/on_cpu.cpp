@@ -173,15 +173,21 @@ class OnCpu final : public Backend {
   // Every rank has seen that some other differs: all send their descriptions, and name the same
   // two.
   [[noreturn]] void differ() {
-    constexpr std::int64_t kLongest = 512;
-    const auto texts = at::zeros({size_ * kLongest}, at::kByte);
+    std::vector<std::int64_t> lengths(static_cast<std::size_t>(size_));
+    lengths[static_cast<std::size_t>(rank_)] = static_cast<std::int64_t>(place_.size());
+    share(lengths.data(), sizeof(std::int64_t));
+    const auto longest =
+        static_cast<std::size_t>(*std::max_element(lengths.begin(), lengths.end()));
+    std::string texts(static_cast<std::size_t>(size_) * longest, '\0');
+    const auto at = [&](int rank) { return static_cast<std::size_t>(rank) * longest; };
+    texts.replace(at(rank_), place_.size(), place_);
+    share(texts.data(), longest);
     const auto text_of = [&](int rank) {
-      return static_cast<char*>(texts.mutable_data_ptr()) + rank * kLongest;
+      return texts.substr(at(rank),
+                          static_cast<std::size_t>(lengths[static_cast<std::size_t>(rank)]));
     };
-    place_.copy(text_of(rank_), kLongest - 1);
-    messages_.exchange(pieces(texts), copies(piece_of(texts, rank_, size_)), tag_);
     int other = 1;
-    while (other < size_ - 1 && std::strcmp(text_of(other), text_of(0)) == 0) ++other;
+    while (other < size_ - 1 && text_of(other) == text_of(0)) ++other;
     give_up(differing(called(0), text_of(0), called(other), text_of(other)));
   }
 

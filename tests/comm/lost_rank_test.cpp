@@ -264,6 +264,17 @@ TEST(Rank, DISABLED_RunsAnotherOrder) {
   }
 }
 
+// Only the bytes do, which come last in what a collective is about.
+TEST(Rank, DISABLED_DiffersBehindALongName) {
+  const auto group = from_environment();
+  group->barrier("start");
+  try {
+    group->broadcast(floats(group->rank() == 1 ? 11 : 10), 0, std::string(2000, 'x')).wait();
+  } catch (const Error& error) {
+    say(error.what());
+  }
+}
+
 // Ranks 2 and 3 are 0 and 1 of their shard group.
 TEST(Rank, DISABLED_DiffersInItsShardGroup) {
   const auto ranks = ranks_from_environment(2);
@@ -498,6 +509,16 @@ TEST(Divergence, IsNamedByAllRanks) {
                 AllOf(HasSubstr("rank 0 is in collective 1, all_gather of 'blocks.0' (12000 bytes "
                                 "of Float)"),
                       HasSubstr("rank 1 is in collective 1, reduce_scatter of 'blocks.1'")));
+  }
+}
+
+TEST(Divergence, BehindALongNameIsNamedToo) {
+  const auto ranks = start_ranks("DiffersBehindALongName", 4);
+  expect_all_well(ranks);
+  for (const auto& rank : ranks) {
+    EXPECT_THAT(rank->output(),
+                AllOf(ContainsRegex("rank 0 is in .*x' from rank 0 \\(40 bytes of Float\\)"),
+                      ContainsRegex("rank 1 is in .*x' from rank 0 \\(44 bytes of Float\\)")));
   }
 }
 
