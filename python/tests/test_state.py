@@ -236,3 +236,45 @@ def test_rehearsal_leaves_no_save(tmp_path: Path) -> None:
     path = Path(engine.save(tmp_path))
     assert rehearsal.bytes == (path / "rank-00000.safetensors").stat().st_size
     assert rehearsal.free_bytes > rehearsal.bytes and rehearsal.seconds > 0
+
+
+class Exact(nn.Module):
+    """Values that fp32 does not tell apart, frozen and in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        values = {
+            "int64": torch.tensor([2**24, 2**62, -3]),
+            "bool": torch.tensor([True, False]),
+            "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        }
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.register_buffer("wide", torch.tensor([1.0, torch.nan, torch.inf]).double())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda m: None, []),
+        (lambda m: m.int64[0].add_(1), ["value of int64: up to 1 apart, largest value"]),
+        (lambda m: m.int64[1].sub_(1), ["value of int64: up to 1 apart, largest value"]),
+        (lambda m: m.bool[1].fill_(True), ["value of bool: up to 1 apart, largest value 1"]),
+        (lambda m: m.float8.copy_(torch.tensor([1.0, 4.0])), ["value of float8: up to 2 apart"]),
+        (lambda m: m.wide[0].add_(1e-12), ["buffer wide differs"]),
+        (lambda m: m.wide[1].fill_(1), ["buffer wide differs"]),
+        (lambda m: m.weight[2].fill_(torch.nan), ["master of weight: up to nan apart"]),
+    ],
+)
+def test_what_tells_two_saves_apart_is_exact(tmp_path: Path, change, expected) -> None:
+    saves = []
+    for number in range(2):
+        model = Exact()
+        with torch.no_grad():
+            change(model) if number else None
+        saves.append(poise.Engine(model).save(tmp_path / str(number)))
+    lines = poise._C.save_differences(*saves)
+    assert [line.split(", largest")[0] for line in lines] == [
+        e.split(", largest")[0] for e in expected
+    ]

@@ -1,10 +1,15 @@
 // A save as people see it: what it holds, and what tells two of them apart.
+#include <ATen/ops/abs.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/logical_and.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/masked_select.h>
+#include <ATen/ops/ne.h>
 #include <ATen/TensorOperators.h>
 
 #include <algorithm>
-#include <cmath>
+#include <limits>
 
 #include "poise/error.h"
 #include "poise/memory.h"
@@ -27,10 +32,48 @@ void compare(std::vector<std::string>& lines, const std::string& what, const T& 
 
 // In the first one's memory order.
 at::Tensor values_of(const Saved& saved, const std::string& kind, const SavedParameter& parameter,
-                     const std::vector<std::int64_t>& order, std::int64_t numel) {
-  auto values = at::empty({numel}, at::kFloat);
+                     const std::vector<std::int64_t>& order, std::int64_t numel,
+                     at::ScalarType type) {
+  auto values = at::empty({numel}, type);
   saved.read(kind, parameter, 0, order, values);
   return values;
+}
+
+// Torch neither compares nor joins those of one byte.
+at::ScalarType comparable(at::ScalarType type) {
+  return c10::isFloat8Type(type) ? at::kFloat : type;
+}
+
+// One that has all values of both.
+at::ScalarType common_type(at::ScalarType a, at::ScalarType b) {
+  a = comparable(a), b = comparable(b);
+  if (a == b) return a;
+  const bool exact = at::isIntegralType(a, true) != at::isIntegralType(b, true);
+  return c10::promoteTypes(exact ? c10::promoteTypes(a, at::kDouble) : a, b);
+}
+
+// Where values are not the same; a NaN is the same as a NaN.
+at::Tensor differing(const at::Tensor& one, const at::Tensor& other) {
+  const auto x = one.to(comparable(one.scalar_type()));
+  const auto y = other.to(comparable(other.scalar_type()));
+  return at::logical_and(at::ne(x, y), at::logical_or(at::eq(x, x), at::eq(y, y)));
+}
+
+// The largest of some magnitudes; a NaN among them is the last to be told.
+double largest(const at::Tensor& values) {
+  const auto wide = at::isComplexType(values.scalar_type()) ? values.abs() : values;
+  const auto magnitudes = at::abs(wide.to(at::kDouble));
+  const auto numbers = at::masked_select(magnitudes, at::eq(magnitudes, magnitudes));
+  if (numbers.numel() == 0) return std::numeric_limits<double>::quiet_NaN();
+  return numbers.max().item<double>();
+}
+
+// Integers count exactly up to where they no longer fit in 64 bits.
+at::Tensor distance(const at::Tensor& x, const at::Tensor& y) {
+  const auto type = x.scalar_type();
+  const auto exact = at::isIntegralType(type, /*includeBool=*/true) ? at::kLong : at::kDouble;
+  const auto wide = at::isComplexType(type) ? at::kComplexDouble : exact;
+  return x.to(wide) - y.to(wide);
 }
 
 void compare_parameter(std::vector<std::string>& lines, const Saved& a, const Saved& b,
@@ -48,10 +91,14 @@ void compare_parameter(std::vector<std::string>& lines, const Saved& a, const Sa
     kinds.emplace_back(moment(static_cast<std::int64_t>(i)), moments[i].numel(p));
   }
   for (const auto& [kind, numel] : kinds) {
-    const auto x = values_of(a, kind, p, p.order, numel), y = values_of(b, kind, q, p.order, numel);
-    if (at::equal(x, y)) continue;
-    lines.push_back(join(kind, " of ", p.name, ": up to ", (x - y).abs().max().item<double>(),
-                         " apart, largest value ", x.abs().max().item<double>()));
+    const auto type = common_type(a.type_of(kind, p), b.type_of(kind, q));
+    const auto x = values_of(a, kind, p, p.order, numel, type);
+    const auto y = values_of(b, kind, q, p.order, numel, type);
+    const auto apart = differing(x, y);
+    if (!apart.any().item<bool>()) continue;
+    const auto most = largest(distance(x.masked_select(apart), y.masked_select(apart)));
+    lines.push_back(
+        join(kind, " of ", p.name, ": up to ", most, " apart, largest value ", largest(x)));
   }
 }
 
@@ -112,7 +159,7 @@ std::vector<std::string> differences(const std::string& save, const std::string&
   for (const auto& buffer : m.buffers) {
     const auto x = a.whole(kBuffer, buffer.name, 0), y = b.whole(kBuffer, buffer.name, 0);
     if (!y.defined() || x.sizes() != y.sizes() || x.scalar_type() != y.scalar_type() ||
-        !at::equal(x, y)) {
+        differing(x, y).any().item<bool>()) {
       lines.push_back(join("buffer ", buffer.name, " differs"));
     }
   }

@@ -187,6 +187,12 @@ void Saved::read(const std::string& kind, const SavedParameter& parameter, std::
   target.copy_(wanted.as_strided({target.numel()}, {1}, begin));
 }
 
+c10::ScalarType Saved::type_of(const std::string& kind, const SavedParameter& parameter) const {
+  const auto found = pieces_.find({kind, parameter.name});
+  if (found == pieces_.end()) return c10::ScalarType::Float;  // it has no elements
+  return found->second.begin()->second.type;
+}
+
 bool same_order(const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& a,
                 const std::vector<std::int64_t>& b) {
   const auto telling = [&](std::vector<std::int64_t> order) {

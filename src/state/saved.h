@@ -40,6 +40,9 @@ class Saved {
   void read(const std::string& kind, const SavedParameter& parameter, std::int64_t begin,
             const std::vector<std::int64_t>& order, const at::Tensor& target) const;
 
+  // That a parameter's master, moment or value is saved in.
+  c10::ScalarType type_of(const std::string& kind, const SavedParameter& parameter) const;
+
   // What a rank saved of a whole tensor: its own buffer or generator. Undefined: it has none.
   at::Tensor whole(const std::string& kind, const std::string& name, int rank) const;
 
