@@ -58,7 +58,7 @@ struct POISE_API Loss {
 enum class Last { no, yes };
 
 // A trainable parameter whose requires_grad is false as a window opens is frozen for that window:
-// the update leaves it alone. The same on all ranks.
+// the update leaves it alone. The same on all ranks; a change within a window is an Error.
 // Thread rules: one thread drives an engine; backward may run on autograd's threads.
 class POISE_API Engine {
   struct Impl;

@@ -44,8 +44,8 @@ class Engine:
 
     Args:
       model: any module with trainable parameters. One that is trained now may be frozen for some
-        windows (requires_grad, the same on all ranks): updates then leave it alone, as torch's
-        optimizers do. One that is frozen now has no state here and stays so.
+        windows (requires_grad, the same on all ranks, changed between windows): updates then leave it
+        alone, as torch's optimizers do. One that is frozen now has no state here and stays so.
       config: settings, in any form that poise.config.read_config takes.
       units: classes, class names or name patterns of the modules that belong together; None: the
         entries of the model's largest list of blocks.

@@ -247,3 +247,63 @@ def test_an_optimizer_whose_moments_cannot_be_left_out_says_so():
     x, y = rows(8)[:]
     with pytest.raises(poise.Error, match=r"'0.weight' was frozen after .*adafactor keeps moments"):
         engine.step([(x, y)], lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize(("before", "meant"), [(True, "frozen"), (False, "freed")])
+@pytest.mark.parametrize("when", ["backward", "step", "begin_update"])
+def test_a_change_within_a_window_is_an_error_and_drops_it(before, meant, when):
+    model, plain_one = network(), network()
+    engine = poise.Engine(model, {"batch": {"accumulation": 2}, "optimizer": {"type": "sgd"}})
+    [(x, y)] = in_pieces(rows(8), 8)
+
+    def backward():
+        engine.backward(F.cross_entropy(engine(x), y))
+
+    model[0].requires_grad_(before)
+    backward()
+    if when != "backward":
+        backward()
+    model[0].requires_grad_(not before)
+    with pytest.raises(poise.Error, match=f"'0.weight' was {meant} .* within a window, which has"):
+        backward() if when == "backward" else getattr(engine, when)()
+    assert engine.micro_batches == 0 and same_bits(model, plain_one)
+    for _ in range(2):  # the window that comes trains by what is said now
+        backward()
+    norm = engine.step().grad_norm
+    plain_one[0].requires_grad_(not before)
+    F.cross_entropy(plain_one(x), y).backward()
+    grads = [p.grad for p in plain_one.parameters() if p.grad is not None]
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-5)
+
+
+def test_gradients_of_what_is_frozen_do_not_count():
+    model, plain_one = network(), network()
+    engine = poise.Engine(model, {"optimizer": {"type": "sgd", "max_grad_norm": 0.0}})
+    [(x, y)] = in_pieces(rows(8), 8)
+
+    def loss(model):
+        look = model(x)  # before the window, though nobody said no_grad()
+        network_of[0].requires_grad_(False)
+        return F.cross_entropy(model(x), y) + look.sum()
+
+    network_of = model
+    engine.backward(loss(engine))
+    norm = engine.step().grad_norm
+    network_of = plain_one
+    loss(plain_one).backward()
+    grads = [p.grad for p in plain_one.parameters() if p.requires_grad]
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-5)
+    assert torch.equal(model[0].weight, network()[0].weight)
+
+
+def test_a_callback_that_changes_it_within_a_window_is_told(tmp_path):
+    class Freezes(transformers.TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **details):
+            model.transformer.wte.requires_grad_(False)
+
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    trainer = poise.Trainer(
+        made("gpt2"), args, train_dataset=causal_rows(16), callbacks=[Freezes()]
+    )
+    with pytest.raises(poise.Error, match="was frozen .* within a window"):
+        trainer.train()

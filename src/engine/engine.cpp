@@ -134,7 +134,11 @@ Engine::ForwardScope Engine::forward_scope() {
   if (impl_->state == WindowState::summed) {
     fail("engine", "a forward came after begin_update(); call step() first");
   }
-  if (impl_->state == WindowState::closed) impl_->open_window({});
+  if (impl_->state == WindowState::closed) {
+    impl_->open_window({});
+  } else if (impl_->micro_batches == 0) {  // opened by a forward that was none of the training's
+    impl_->freezing.open_window(*impl_->optimizer);
+  }
   return ForwardScope(std::make_unique<ForwardScope::Impl>(*impl_));
 }
 

@@ -25,6 +25,18 @@ void Freezing::open_window(const optim::Optimizer& optimizer) {
   }
 }
 
+void Freezing::check_unchanged(std::int64_t micro_batches) const {
+  for (std::size_t e = 0; e < frozen_.size(); ++e) {
+    const auto& entry = table_.entries()[e];
+    const bool was_trained = entry.trainable && frozen_[e] == 0;
+    if (parameters_[e].requires_grad() == was_trained) continue;
+    fail("engine", "parameter '", entry.name, "' was ", was_trained ? "frozen" : "freed",
+         " (requires_grad) within a window, which has had ", micro_batches,
+         " micro-batches: its gradient would be that of a part of the window; change it between "
+         "windows, after step() and before the next forward, or call discard_window() first");
+  }
+}
+
 double Freezing::fingerprint() const {
   std::uint32_t number = 2166136261u;  // FNV-1a, in the bits that a double keeps
   for (const char one : frozen_) number = (number ^ static_cast<unsigned char>(one)) * 16777619u;

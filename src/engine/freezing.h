@@ -22,6 +22,10 @@ class Freezing {
   // What requires_grad says as a window opens. Throws Error where one is frozen and the optimizer
   // keeps what is no piece of one parameter.
   void open_window(const optim::Optimizer& optimizer);
+  // Throws Error where it says something else by now: sums of a part of the window would be taken
+  // for the gradient of all of it.
+  void check_unchanged(std::int64_t micro_batches) const;
+  bool is_frozen(std::size_t entry) const { return frozen_[entry] != 0; }
   // A number that ranks share while they have frozen the same parameters.
   double fingerprint() const;
   // Before an update: into its segments.

@@ -83,6 +83,7 @@ void Engine::Impl::backward(const Loss& loss, zero::MicroBatch position) {
   memory::AutogradScope of_autograd(ledger, Account::activations);
   at::AutoGradMode grad_on(true);
   if (!loss_weights.knows_q()) following.take(zero::Following::Operation::agree);
+  freezing.check_unchanged(micro_batches);
   auto weighted = weigh(loss);
   ++micro_batches;
   auto counted = zero::Count::yes;
@@ -136,6 +137,7 @@ void Engine::Impl::sum_up() {
   AccountScope scope(ledger, Account::other);
   at::NoGradGuard no_grad;
   sums = {};
+  if (state == WindowState::open && !lost) freezing.check_unchanged(micro_batches);
   if (units) units->end_window();
   if (followed != engine::Followed::to_nobody) {
     agree_without_micro_batch();
@@ -156,6 +158,7 @@ void Engine::Impl::sum_up() {
   const auto* norms = squared.const_data_ptr<double>();
   const bool first_replica = ranks.replica->rank() == 0;  // the others have the same sums
   for (std::size_t i = 0; i < table.entries().size() && first_replica; ++i) {
+    if (freezing.is_frozen(i)) continue;  // of a forward that nothing of the window came from
     row[Share::squares] += norms[i];
     if (!std::isfinite(norms[i]) && row[Share::bad_entry] == Share::kNone) {
       row[Share::bad_entry] = static_cast<double>(i);

@@ -2,6 +2,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 
@@ -127,6 +128,41 @@ TEST(Status, AnExceptionKeepsItsTypeAndDiscardsTheWindow) {
   };
   EXPECT_EQ(run(engine, model).grad_norm, run(other, undisturbed).grad_norm);
   EXPECT_TRUE(same(model, copies(undisturbed)));
+}
+
+TEST(Status, AChangeOfRequiresGradWithinAWindowIsAnErrorAndDropsIt) {
+  TinyModel model, plain;
+  Config config;
+  config.batch.accumulation = 2;
+  Engine engine(model.view(), config);
+  const auto before = copies(model);
+  const auto batch = make_batch(4, 1);
+  const auto backward = [&] {
+    const auto scope = engine.forward_scope();
+    engine.backward(Loss::mean(mean_loss(model, batch), 4));
+  };
+  for (const bool frozen : {true, false}) {
+    for (const bool at_step : {false, true}) {
+      model.w1.requires_grad_(frozen);
+      backward();
+      if (at_step) backward();
+      model.w1.requires_grad_(!frozen);
+      EXPECT_THROW(at_step ? static_cast<void>(engine.step()) : backward(), Error);
+      EXPECT_EQ(engine.micro_batches(), 0);
+      EXPECT_TRUE(same(model, before));
+    }
+  }
+  model.w1.requires_grad_(false);  // and the window that comes follows it
+  backward();
+  backward();
+  plain.w1.requires_grad_(false);
+  torch::autograd::backward({mean_loss(plain, batch)}, {});
+  double squares = 0;
+  for (const auto& p : {plain.b1, plain.w2, plain.b2}) {
+    squares += p.grad().pow(2).sum().item<double>();
+  }
+  EXPECT_NEAR(engine.step().grad_norm, std::sqrt(squares), 1e-5);
+  EXPECT_TRUE(model.w1.equal(before[0]));
 }
 
 TEST(Status, BadLossesAreErrors) {
