@@ -73,7 +73,10 @@ class POISE_API Engine {
   // Re-homes the model's parameters into memory the engine owns (same tensors, names, ties, shapes)
   // and casts them to config.precision.parameters; masters are made from the values before the
   // cast. Throws Error: no trainable parameter, overlapping parameters, several devices, a hook on
-  // a parameter that cannot be honoured.
+  // a parameter that cannot be honoured. Where it throws, whatever for, parameters and buffers are
+  // in the type, on the device and of the values that they had, but for `.grad`; of several ranks
+  // each has rank 0's values, and what no rank had whole is lost, which a parameter says when it is
+  // touched.
   // `group`: the ranks that train together, each with an Engine of the same model and settings
   // (else Error); all take rank 0's parameters and buffers. Null: one rank. Calls marked "all
   // ranks" must then be made by all of them, in the same order. A failure on one rank ends the
@@ -215,6 +218,10 @@ class POISE_API Engine {
   // The same of one unit's parameters alone, as they are: what goes through all units holds no more
   // than one of them whole. Throws Error on an unknown unit.
   Gathered gathered_unit(const std::string& unit);
+
+  // Makes the model what it was before the engine, as far as nothing has changed it since: types,
+  // devices, values. All ranks, between windows. The engine is of no more use then.
+  void unmake();
 
   // Tells the engine that a parameter was edited through .data (other edits are noticed).
   void refresh(const std::string& name);

@@ -40,7 +40,8 @@ class Engine:
     """Trains `model` by updates that are the same whatever the split of the global batch.
 
     The parameters keep their identity, names and shapes, but live in memory of the engine from now
-    on, in the dtype of the configuration; their `.grad` stays empty (see `gradient`).
+    on, in the dtype of the configuration; their `.grad` stays empty (see `gradient`). Where this raises,
+    the model is as it was before; of several ranks, what no rank had whole is lost, and says so.
 
     Args:
       model: any module with trainable parameters. One that is trained now may be frozen for some
@@ -74,12 +75,26 @@ class Engine:
             raise Error(f"[engine] the model is {type(model).__name__}; give a torch.nn.Module")
         self.model = model
         self.config = read_config(config)
+        with contextlib.ExitStack() as failed:  # what it closes where this raises
+            self._make(model, units, group, materialize, device, failed)
+            failed.pop_all()
+
+    def _make(
+        self,
+        model: nn.Module,
+        units: model_view.UnitChoice,
+        group: Any,
+        materialize: meta.Materialize | None,
+        device: torch.device | str | None,
+        failed: contextlib.ExitStack,
+    ) -> None:
         blocks = model_view.find_units(model, units)
         fill = None
         if meta.is_meta(model):
             given = group.all if isinstance(group, comm.Ranks) else group
             device = device or meta.device_for(given)
             fill = meta.Filling(model, numbered(device), blocks, materialize)
+            failed.callback(fill.undo)
         elif materialize is not None:
             raise Error(
                 "[engine] materialize given, but the model's parameters have values; make the model "
@@ -118,9 +133,10 @@ class Engine:
             fill,
             target if device is not None else None,
         )
+        self._undo = contextlib.ExitStack()
+        failed.callback(self.unmake)
         self._trained = {id(p) for _, p in parameters if p.requires_grad}
         self._whole = 0  # scopes of gathered() that are open
-        self._undo = contextlib.ExitStack()
         self._blocks = blocks
         self._checkpointing = settings["checkpointing"]
         _let_go(self._names)
@@ -341,6 +357,22 @@ class Engine:
             whole_state.give_back(self, self._came_from)
         self._undo.close()
         self._engine = None
+
+    def unmake(self) -> None:
+        """Makes the model what it was before the engine, which has trained nothing: types, devices and
+        values; all ranks, between windows. The engine is of no more use then."""
+        self._undo.close()
+        self._engine.unmake()
+        self._engine = None
+
+    @contextlib.contextmanager
+    def unmade_by_failure(self) -> Iterator[None]:
+        """Around what follows the making of an engine, and is of no use without it."""
+        try:
+            yield
+        except BaseException:
+            self.unmake()
+            raise
 
     @property
     def has_model(self) -> bool:

@@ -9,6 +9,7 @@ At zero.stage 3 no rank holds more of the model than its shard and the units tha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -75,18 +76,44 @@ class Filling:
         materialize: Materialize | None = None,
     ) -> None:
         self._fill_module = materialize or reset
+        self._model = model
+        self._were_meta: list[
+            tuple[nn.Parameter, nn.Parameter]
+        ] = []  # what they are, what they were
+        self._meta_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = {name: list(_with_parameters(block)) for name, block in blocks}
         inside = {id(m) for modules in self._modules.values() for m in modules}
         self._modules["rest"] = [m for m in _with_parameters(model) if id(m) not in inside]
+        self.group: Group | None = None
+        try:
+            self._hollow_out(device)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _hollow_out(self, device: torch.device) -> None:
+        model = self._model
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta:
-                _swap(parameter, _hollow(name, parameter, device))
-        given = [module for module in model.modules() if _give_buffers(module, device)]
+                made = _hollow(name, parameter, device)
+                _swap(parameter, made)
+                self._were_meta.append((parameter, made))
+        given = [module for module in model.modules() if self._give_buffers(module, device)]
         for module in given:
             if not _own_parameters(module):
                 self._fill(module)
-        self.group: Group | None = None
+
+    def undo(self) -> None:
+        """The model is on the meta device again: an engine could not be made of it."""
+        for parameter, was in self._were_meta:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # somebody holds it: it stays, and has no memory
+                torch.utils.swap_tensors(parameter, was)
+        for module, name, was in self._meta_buffers:
+            module._buffers[name] = was
+        self._were_meta, self._meta_buffers = [], []
 
     def __call__(self, unit: str) -> None:
         """Fills a unit's parameters, which the engine takes next."""
@@ -104,6 +131,15 @@ class Filling:
             if self.group is not None and self.group.size > 1:
                 self.group.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def _give_buffers(self, module: nn.Module, device: torch.device) -> bool:
+        """Whether there were any without memory."""
+        buffers = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+        for name, buffer in buffers.items():
+            self._meta_buffers.append((module, name, buffer))
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+            _mark_unset(module._buffers[name])
+        return bool(buffers)
 
     def _fill(self, module: nn.Module) -> None:
         tensors = {**module._parameters, **module._buffers}
@@ -168,17 +204,6 @@ def _give_memory(parameter: nn.Parameter) -> None:
         size, stride, dtype=parameter.dtype, device=parameter.device
     )
     _mark_unset(parameter)
-
-
-def _give_buffers(module: nn.Module, device: torch.device) -> bool:
-    """Whether there were any without memory."""
-    names = [
-        name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
-    ]
-    for name in names:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        _mark_unset(module._buffers[name])
-    return bool(names)
 
 
 def _mark_unset(tensor: torch.Tensor) -> None:

@@ -77,9 +77,10 @@ def wrap(
     settings = _settings(optimizer, accumulation, config)
     with torch_optimizer.left_out_frozen(model, optimizer):
         engine = Engine(model, settings, units, group)
-        if loader is not None:
-            _check_ranks(loader, engine)
-        wrapped = WrappedModel(engine, optimizer, loader, schedulers)
+        with engine.unmade_by_failure():
+            if loader is not None:
+                _check_ranks(loader, engine)
+            wrapped = WrappedModel(engine, optimizer, loader, schedulers)
     for one in schedulers:
         gate(one, wrapped)
     return Wrapped(wrapped, optimizer, scheduler, wrapped.loader)

@@ -18,7 +18,6 @@ import torch
 from poise import fake_trace, misfit, traced_model, utilization
 from poise._C import PlanJob, format_bytes
 from poise._C import plan_search as search
-from poise.engine import Engine
 from poise.misfit import NothingFits
 
 if TYPE_CHECKING:
@@ -144,20 +143,6 @@ def in_order(
     except fake_trace.Untraceable as error:
         logger.warning("%s; the lowest stage that holds the states is tried first", error)
         return possible
-
-
-def unmake(engine: Engine) -> None:
-    """Gives the model back as it was before the engine, which trained nothing: 16-bit parameters get
-    the values that their masters were made from, which wait on the host: together they may be more than
-    a GPU holds. All ranks."""
-    masters = [
-        (parameter, engine.master(parameter).detach().to("cpu", copy=True))
-        for parameter in engine.model.parameters()
-        if parameter.requires_grad and parameter.dtype != torch.float32
-    ]
-    engine.give_back()
-    for parameter, master in masters:
-        parameter.data = master.to(parameter.device)
 
 
 def _states_text(forecast: Forecast, least: Placement) -> str:

@@ -83,10 +83,17 @@ class HandedOver:
         self.optimizer, self._engine = optimizer, engine
         self._made_for = fixed_options(optimizer)
         self._names = {id(p): name for name, p in _trainable(engine.model)}
-        self._take_over()
-        engine.group_parameters([self._names_of(group) for group in optimizer.param_groups])
-        self._give_state()
-        self.give_settings()
+        tie, state = vars(optimizer).get(_TIE), dict(optimizer.state)
+        try:
+            self._take_over()
+            engine.group_parameters([self._names_of(group) for group in optimizer.param_groups])
+            self._give_state()
+            self.give_settings()
+        except BaseException:  # the optimizer stays whose it was
+            setattr(optimizer, _TIE, tie)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            raise
         self._replace_methods(step, zero_grad)
 
     def before_update(self) -> None:

@@ -192,7 +192,7 @@ class _Run:
             with contextlib.suppress(NothingFits):
                 find_at(place, warns=False)
                 return place
-            placement.unmake(self._engine)
+            self._engine.unmake()
             self._engine = None  # nobody asks it for its books
         find_at(places[-1], warns=True)
         return places[-1]

@@ -52,10 +52,16 @@ class TrainerEngine(TrainerEvaluation):
         if self._torch is None:
             self._take_engine(config)
             return
-        config = self._torch.settings(config)
+        config, is_new = self._torch.settings(config), self.engine is None
         with torch_optimizer.left_out_frozen(self.model, self.optimizer):
             self._take_engine(config)
-            self._torch.attach(self.engine)
+            try:
+                self._torch.attach(self.engine)
+            except BaseException:
+                if is_new:
+                    self.engine.unmake()
+                    self.engine = None
+                raise
 
     def _take_engine(self, config: dict[str, Any]) -> None:
         if self.engine is None:
@@ -137,7 +143,7 @@ class TrainerEngine(TrainerEvaluation):
         for place in places[:-1]:
             with contextlib.suppress(NothingFits):
                 return found_at(place, warns=False)
-            placement.unmake(self.engine)
+            self.engine.unmake()
             self.engine = None
         return found_at(places[-1], warns=True)
 

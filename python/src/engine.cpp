@@ -405,6 +405,7 @@ void bind_engine(py::module_& module) {
             return std::make_unique<Engine::Gathered>(engine.gathered_unit(unit));
           },
           py::arg("unit"), py::keep_alive<0, 1>(), NoGil())
+      .def("unmake", &Engine::unmake, NoGil())
       .def("names_in", &names_in, py::arg("unit"))
       .def("save", &save, py::arg("directory"), py::kw_only(), py::arg("name") = "",
            py::arg("cursor") = py::none(), py::arg("user") = std::map<std::string, std::string>{},

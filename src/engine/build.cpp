@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "engine/impl.h"
+#include "poise/log.h"
 
 namespace poise {
 namespace engine {
@@ -126,7 +127,6 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
                             const zero::Shards& shards, const config::OptimizerPolicy& policy,
                             const optim::Optimizer& optimizer, const memory::Ledger& ledger,
                             const Offloading& offloading) {
-  refuse_patterns_without_match(table, policy);
   OptimizerStates made;
   for (int flat = 0; flat < static_cast<int>(table.flats().size()); ++flat) {
     const auto& layout = table.flats()[static_cast<std::size_t>(flat)];
@@ -147,9 +147,6 @@ OptimizerStates make_states(const ParamTable& table, zero::FlatStore& store,
       return index_of(made.groups, group_of(table.entries()[static_cast<std::size_t>(e)], policy));
     });
     made.states.push_back(std::move(state));
-  }
-  if (made.states.empty()) {
-    fail("engine", "no parameter of the model is trainable; set requires_grad on those to train");
   }
   return made;
 }
@@ -221,9 +218,15 @@ comm::Ranks ranks_for(comm::Ranks given, const ModelView& model, const Config& c
   return ranks;
 }
 
+// What can be refused is refused here, before anything of the model moves.
 ParamTable agreed(const ModelView& model, const Config& config, comm::Group& group) {
   ParamTable table(model, small_below(config.zero));
   if (group.size() > 1) engine::check_ranks_agree(group, model, table, config);
+  engine::refuse_patterns_without_match(table, config.optimizer);
+  const auto& entries = table.entries();
+  if (std::none_of(entries.begin(), entries.end(), [](auto& e) { return e.trainable; })) {
+    fail("engine", "no parameter of the model is trainable; set requires_grad on those to train");
+  }
   return table;
 }
 
@@ -304,6 +307,7 @@ std::optional<checkpointing::ActivationOffload> Engine::Impl::make_activations(
 Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks given,
                    const Materialize& materialize)
     : config(validated(wanted)),
+      buffer_places(model.buffers),
       buffers(model.buffers),
       ranks(ranks_for(std::move(given), model, config)),
       group(ranks.all),
@@ -332,6 +336,41 @@ Engine::Impl::Impl(const ModelView& model, const Config& wanted, comm::Ranks giv
       device(store.parameters().front().device()),
       saver(group, offloading.memory(), saver_settings(config, run)) {
   share_buffers(model, *group);
+  store.made();
+  buffer_places.made();
 }
+
+void Engine::Impl::unmake() {
+  check_between_windows("unmake()");
+  refuse_half_an_update();
+  saver.finish_reading();
+  store.give_back(zero::FlatStore::Together::yes);
+  buffer_places.give_back();
+}
+
+namespace engine {
+
+BufferPlaces::BufferPlaces(const std::vector<NamedTensor>& buffers) {
+  for (const auto& buffer : buffers) places_.emplace_back(buffer.tensor, buffer.tensor.device());
+}
+
+void BufferPlaces::give_back() {
+  at::NoGradGuard no_grad;
+  for (auto& [buffer, device] : places_) {
+    if (buffer.device() != device) buffer.set_data(buffer.to(device));
+  }
+}
+
+BufferPlaces::~BufferPlaces() {
+  if (is_made_) return;
+  try {
+    give_back();
+  } catch (const std::exception& error) {
+    log::warning("[engine] buffers of a model stay on the device of an engine that was not made: ",
+                 error.what());
+  }
+}
+
+}  // namespace engine
 
 }  // namespace poise

@@ -306,6 +306,7 @@ void Engine::Gathered::close() {
   };
   try {
     engine->guarded([&] {
+      if (writer_) engine->store.forget_given();
       if (writer_) engine->saver.finish_reading();
       const auto flats = engine->table.flats().size();
       for (int flat = 0; writer_ && flat < static_cast<int>(flats); ++flat) {
@@ -320,8 +321,13 @@ void Engine::Gathered::close() {
   engine->guarded(let_go);
 }
 
+void Engine::unmake() {
+  impl_->guarded([&] { impl_->unmake(); });
+}
+
 void Engine::refresh(const std::string& name) {
   impl_->saver.finish_reading();
+  impl_->store.forget_given();
   impl_->store.refresh(impl_->table.find(name));
 }
 
@@ -344,6 +350,7 @@ void Engine::set_master(const std::string& name, const at::Tensor& values) {
   }
   memory::AccountScope scope(impl_->ledger, memory::Account::other);
   impl_->saver.finish_reading();
+  impl_->store.forget_given();
   impl_->store.write_master(entry, values);
 }
 
@@ -357,6 +364,7 @@ state::Rehearsal Engine::rehearse_save(const std::string& directory) {
 void Engine::finish_save() { impl_->saver.finish(); }
 state::Loaded Engine::load(const std::string& path, const state::LoadOptions& options) {
   impl_->check_between_windows("load()");
+  impl_->store.forget_given();
   return impl_->guarded([&] { return impl_->load(path, options); });
 }
 

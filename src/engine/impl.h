@@ -101,6 +101,21 @@ void check_ranks_agree(comm::Group& group, const ModelView& model, const ParamTa
 // Pops what a failed backward left in this thread's autograd queue (its gradient buffers).
 void drain_autograd_queue();
 
+// Where the model's buffers were before the engine: they go back there where that is not made.
+class BufferPlaces {
+ public:
+  explicit BufferPlaces(const std::vector<NamedTensor>& buffers);
+  ~BufferPlaces();
+  BufferPlaces(const BufferPlaces&) = delete;
+  BufferPlaces& operator=(const BufferPlaces&) = delete;
+  void made() noexcept { is_made_ = true; }
+  void give_back();
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Device>> places_;
+  bool is_made_ = false;
+};
+
 using Clock = std::chrono::steady_clock;
 // Adds the time it lives to a total.
 class Stopwatch {
@@ -164,6 +179,7 @@ struct Engine::Impl {
   void measure_noise(const std::vector<double>& rows, std::size_t columns);
   void prepare_gathering(const char* call);
   int unit_index(const std::string& name) const;
+  void unmake();
   std::shared_ptr<zero::Units> make_units();
   std::optional<checkpointing::ActivationOffload> make_activations(const ModelView& model);
   // While it lives, what forward saves goes where the config says.
@@ -209,6 +225,7 @@ struct Engine::Impl {
   bool scales_loss() const { return config.precision.dtype == config::DType::fp16; }
 
   const Config config;
+  engine::BufferPlaces buffer_places;
   const std::vector<NamedTensor> buffers;  // of the model
   const comm::Ranks ranks;
   const std::shared_ptr<comm::Group> group;      // all of them

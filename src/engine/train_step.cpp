@@ -37,6 +37,7 @@ void Engine::Impl::open_window(const std::vector<double>& counts) {
          "close it first");
   }
   freezing.open_window(*optimizer);
+  store.forget_given();
   notice_edits();
   gradients.start_window();
   loss_weights.begin_window(counts);

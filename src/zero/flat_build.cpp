@@ -58,10 +58,9 @@ at::Tensor poison_like(const at::Tensor& parameter, const std::string& name) {
 
 }  // namespace
 
-FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
-                     const config::PrecisionPolicy& policy, const Shards& shards,
-                     const comm::Ranks& ranks, const memory::Ledger& ledger, const Places& places,
-                     const std::function<void(const std::string&)>& materialize)
+// All that the destructor needs: from here on it runs, also where the rest of the making fails.
+FlatStore::FlatStore(const ModelView& model, const ParamTable& table, const Shards& shards,
+                     const comm::Ranks& ranks, const memory::Ledger& ledger)
     : table_(table),
       shards_(shards),
       ranks_(ranks),
@@ -72,6 +71,14 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
   std::unordered_map<std::string, at::Tensor> by_name;
   for (const auto& named : model.parameters) by_name.emplace(named.name, named.tensor);
   for (const auto& entry : table.entries()) parameters_.push_back(by_name.at(entry.name));
+  note_given();
+}
+
+FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
+                     const config::PrecisionPolicy& policy, const Shards& shards,
+                     const comm::Ranks& ranks, const memory::Ledger& ledger, const Places& places,
+                     const std::function<void(const std::string&)>& materialize)
+    : FlatStore(model, table, shards, ranks, ledger) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     refuse_hooks_that_cannot_run(table.entries()[i].name, parameters_[i]);
   }
@@ -88,6 +95,10 @@ FlatStore::FlatStore(const ModelView& model, const ParamTable& table,
   }
   accumulators_.emplace(std::move(accumulators), places.memory);
   for (const auto& parameter : parameters_) versions_.push_back(parameter._version());
+}
+
+FlatStore::~FlatStore() {
+  if (!is_made_) give_back(Together::no);
 }
 
 void FlatStore::copy_parameters(int index, const at::Tensor& target) {
@@ -142,6 +153,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& plac
     log::info("parameters of unit '", table_.units()[static_cast<std::size_t>(layout.unit)],
               "' are cast from ", layout.dtype, " to ", kept, " (precision.parameters)");
   }
+  hold_what_is_lost(index, kept);
   at::Tensor original;
   if (ranks_.all->size() > 1) {
     AccountScope scope(ledger_, Account::staging);
@@ -187,6 +199,7 @@ void FlatStore::rehome(const config::PrecisionPolicy& policy, const Places& plac
   }
   for (const int entry : layout.entries) {
     auto& parameter = parameters_[static_cast<std::size_t>(entry)];
+    given_[static_cast<std::size_t>(entry)].taken = true;
     if (layout.trainable) parameter.mutable_grad().reset();  // nothing stale is ever applied
     // Before gradient accumulators exist: a change of dtype would drop their hooks.
     parameter.set_data(view_of(entry, tensors.values));

@@ -48,6 +48,19 @@ class FlatStore {
   FlatStore(const ModelView& model, const ParamTable& table, const config::PrecisionPolicy& policy,
             const Shards& shards, const comm::Ranks& ranks, const memory::Ledger& ledger,
             const Places& places, const std::function<void(const std::string&)>& materialize = {});
+  // Unless made() was called, the parameters are given back, as in give_back().
+  ~FlatStore();
+  FlatStore(const FlatStore&) = delete;
+  FlatStore& operator=(const FlatStore&) = delete;
+  void made() noexcept { is_made_ = true; }  // all of the engine is
+
+  // The parameters as they were before, in type, place and value: rank 0's, and what was edited
+  // since. One rank alone has no more than its shards: what others held is lost, which the
+  // parameters say when they are touched. Says it where that happens.
+  enum class Together { no, yes };  // whether all ranks call it
+  void give_back(Together together) noexcept;
+  // Values that a cast has lost are not held any longer: they would not be true after an update.
+  void forget_given() noexcept;
 
   FlatTensors& flat(int index) { return flats_[static_cast<std::size_t>(index)]; }
   const FlatTensors& flat(int index) const { return flats_[static_cast<std::size_t>(index)]; }
@@ -107,6 +120,21 @@ class FlatStore {
   void refresh(int entry);
 
  private:
+  // A parameter before the engine.
+  struct Given {
+    at::ScalarType dtype;
+    c10::Device device;
+    at::Tensor values;   // where the engine has not all of their bits, or it had no memory
+    bool taken = false;  // it lives in its flat
+  };
+
+  FlatStore(const ModelView& model, const ParamTable& table, const Shards& shards,
+            const comm::Ranks& ranks, const memory::Ledger& ledger);
+  void note_given();
+  void hold_what_is_lost(int flat, at::ScalarType kept);
+  void give_back(int flat, Together together, bool& rounded);
+  at::Tensor values_to_give(int flat, Together together, bool& rounded);
+  void lose(int entry);
   void rehome(const config::PrecisionPolicy& policy, const Places& places, int flat,
               offload::SpanPtr& accumulator);
   void fill(offload::Span& span, int flat, const at::Tensor& original, Range range);
@@ -125,6 +153,8 @@ class FlatStore {
   std::vector<FlatTensors> flats_;
   std::optional<Accumulators> accumulators_;  // set once all flats are made
   std::vector<at::Tensor> parameters_;
+  std::vector<Given> given_;  // by entry
+  bool is_made_ = false;
   std::vector<at::Tensor> poisons_;  // by entry, where parameters are sharded
   std::vector<std::uint32_t> versions_;
   bool edit_noted_ = false;

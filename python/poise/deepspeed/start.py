@@ -82,7 +82,8 @@ def initialize(
         loader = _loader(training_data, settings, collate_fn)
     with torch_optimizer.left_out_frozen(model, optimizer):
         engine = Engine(model, sections, device=device)
-        wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
+        with engine.unmade_by_failure():
+            wrapped = DeepSpeedEngine(engine, optimizer, scheduler, loader, settings)
     return wrapped, optimizer, wrapped.loader, scheduler
 
 
