@@ -52,7 +52,9 @@ def explained(
       warns: on_misfit is "warn" already.
     """
     if not isinstance(error, NothingFits):
-        error = NothingFits(f"[plan] no balance was found: {str(error).splitlines()[0]}", None)
+        error = NothingFits(
+            f"[plan] no balance was found within memory_budget: {str(error).splitlines()[0]}", None
+        )
     if forecast is None:
         return error
     parts, budget, room = [str(error)], forecast.task.budget, ROOM

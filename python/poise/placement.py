@@ -7,10 +7,11 @@ outside of the budget, so it comes after all else.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,21 @@ def in_order(
     except fake_trace.Untraceable as error:
         logger.warning("%s; the lowest stage that holds the states is tried first", error)
         return possible
+
+
+@contextlib.contextmanager
+def told_as_misfit(ranks: int) -> Iterator[None]:
+    """Around what makes an engine with states in a place: where memory runs out, nothing fits there, and
+    another place may be tried. Of several ranks it has ended the group, and stands."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if ranks > 1:
+            raise
+        why = str(error).splitlines()[0]
+        raise NothingFits(
+            f"[plan] the engine itself ran out of memory while it was made: {why}", None
+        ) from error
 
 
 def _states_text(forecast: Forecast, least: Placement) -> str:

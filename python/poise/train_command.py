@@ -184,7 +184,8 @@ class _Run:
 
         def find_at(place: Placement, *, warns: bool) -> None:
             self._settings["offload"]["optimizer"] = place.optimizer
-            self._engine = Engine(self._model, self._settings, device=self._device)
+            with placement.told_as_misfit(ranks=1):
+                self._engine = Engine(self._model, self._settings, device=self._device)
             self._model.train()
             self._found = self._balance_of(sample, warns=warns)
 
@@ -192,8 +193,9 @@ class _Run:
             with contextlib.suppress(NothingFits):
                 find_at(place, warns=False)
                 return place
-            self._engine.unmake()
-            self._engine = None  # nobody asks it for its books
+            if self._engine is not None:
+                self._engine.unmake()
+                self._engine = None  # nobody asks it for its books
         find_at(places[-1], warns=True)
         return places[-1]
 

@@ -128,7 +128,8 @@ class TrainerEngine(TrainerEvaluation):
 
         def found_at(place: Placement, *, warns: bool) -> Balance:
             self.args = given.placed(place)
-            self._make_engine(updates)
+            with placement.told_as_misfit(self._group.size):
+                self._make_engine(updates)
             return trainer_balance.find(
                 self.engine,
                 self.args,
@@ -143,8 +144,9 @@ class TrainerEngine(TrainerEvaluation):
         for place in places[:-1]:
             with contextlib.suppress(NothingFits):
                 return found_at(place, warns=False)
-            self.engine.unmake()
-            self.engine = None
+            if self.engine is not None:
+                self.engine.unmake()
+                self.engine = None
         return found_at(places[-1], warns=True)
 
     def _forecast(self) -> Forecast:

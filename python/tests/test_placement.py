@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import types
@@ -14,6 +15,7 @@ from balanced_runs import FUNCTION, Net, batch_of, held, samples, train
 from poise import cli, placement
 from poise.config import settings_of
 from poise.forecast import Forecast
+from poise.misfit import NothingFits
 from poise.placement import Placement, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,6 +46,32 @@ def test_what_does_not_fit_after_all_goes_there_too(tmp_path):
     trainer, _ = train(tmp_path, memory_budget=held(Net()) + 2000)
     assert offload_of(trainer.engine) == "host"
     assert trainer._found.chosen.peak <= held(Net()) + 2000
+
+
+def test_an_engine_that_cannot_be_made_is_made_with_states_elsewhere(tmp_path, monkeypatch):
+    torch.manual_seed(2)
+    model, states = Net(), held(Net())
+    given, expected = train(
+        tmp_path / "given", copy.deepcopy(model), offload_optimizer="host", memory_budget=4 * states
+    )
+    # A forecast that is wrong: the engine itself runs out with the states in the budget.
+    monkeypatch.setattr(Forecast, "held", lambda *_: 0)
+    trainer, found = train(tmp_path / "found", model, memory_budget=int(0.9 * states))
+    assert offload_of(trainer.engine) == "host" and offload_of(given.engine) == "host"
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_engine_that_cannot_be_made_anywhere_is_told_with_what_would_do(tmp_path, monkeypatch):
+    model = Net()
+    before = copy.deepcopy(model)
+    monkeypatch.setattr(Forecast, "held", lambda *_: 0)
+    with pytest.raises(
+        NothingFits,
+        match=r"the engine itself ran out of memory while it was made.*nearest budget that works",
+    ):
+        train(tmp_path, model, memory_budget=1000)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("given", [{"offload_optimizer": "none"}, {"optim": "adafactor"}])
