@@ -118,7 +118,20 @@ void ActivationOffload::Books::put(const offload::SpanPtr& span, const at::Tenso
 }
 
 void ActivationOffload::Books::forget_first_leaving() {
-  leaving.front().event.wait();  // on a GPU what takes the memory comes later; the host goes on
+  try {
+    leaving.front().event.wait();  // on a GPU what takes the memory comes later; the host goes on
+  } catch (
+      ...) {  // the others are of the same window, which is lost: the next one has none of them
+    for (const auto& one : leaving) {
+      try {
+        one.event.synchronize_on_worker();  // an interrupt would not end the transfer
+      } catch (...) {
+        // It follows the failure that is on its way to the caller.
+      }
+    }
+    leaving.clear();
+    throw;
+  }
   leaving.pop_front();
 }
 

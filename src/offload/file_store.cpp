@@ -31,6 +31,23 @@ class FileStore::FileSpan final : public Span {
     bool meets(const Transfer& other) const { return first <= other.last && other.first <= last; }
   };
 
+  // Blocks that a put was to write: lost where it failed, or never began because one before it did.
+  class Unwritten {
+   public:
+    Unwritten(std::shared_ptr<Room> room, std::int64_t first, std::int64_t last)
+        : room_(std::move(room)), first_(first), last_(last) {}
+    ~Unwritten() {
+      for (auto block = first_; block <= last_; ++block) {
+        room_->checksums[static_cast<std::size_t>(block)] = Room::kLost;
+      }
+    }
+    void none() { last_ = first_ - 1; }
+
+   private:
+    const std::shared_ptr<Room> room_;
+    std::int64_t first_, last_;
+  };
+
   Event do_fetch(std::int64_t begin, const at::Tensor& to) override {
     return submit(
         store_->reads_, reads_, writes_, begin, to,
@@ -55,16 +72,26 @@ class FileStore::FileSpan final : public Span {
     const auto block = store_->block_bytes_;
     const std::lock_guard guard(store_->mutex_);
     Lane& lane = lanes.next();
+    lane.begin_anew();
     Transfer mine{low / block, (high - 1) / block, &lane, {}};
+    const bool writes = &lanes == &store_->writes_;
+    // What a write comes after and is over orders nothing, and where it failed, that is no concern
+    // of the write. A read hears of it.
+    const auto orders = [&](const Transfer& one) {
+      return one.meets(mine) && !(writes && one.event.done());
+    };
     for (const auto& one : other) {
-      if (one.meets(mine)) lane.stream().wait(one.event);
+      if (orders(one)) lane.stream().wait(one.event);
     }
-    const bool writes = &lanes == &store_->writes_;  // reads may meet
     for (const auto& one : same) {
-      if (writes && one.lane != &lane && one.meets(mine)) lane.stream().wait(one.event);
+      if (writes && one.lane != &lane && orders(one)) lane.stream().wait(one.event);
     }
-    mine.event = lane.stream().submit(
-        [&lane, room = room_, low, high, tensor, move] { move(lane, *room, low, high, tensor); });
+    const auto undone =
+        writes ? std::make_shared<Unwritten>(room_, mine.first, mine.last) : nullptr;
+    mine.event = lane.submit([&lane, room = room_, low, high, tensor, move, undone] {
+      move(lane, *room, low, high, tensor);
+      if (undone) undone->none();
+    });
     // Those that are over stay until a transfer the other way has heard whether they failed.
     std::erase_if(same, [&](const Transfer& one) {
       return one.event.done() && one.first >= mine.first && one.last <= mine.last;
@@ -103,8 +130,9 @@ Lane& FileStore::Lanes::next() { return *lanes[turn++ % lanes.size()]; }
 
 SpanPtr FileStore::reserve(std::int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
-  return std::make_shared<FileSpan>(shared_from_this(), take_room(whole_sectors(bytes)), numel,
-                                    dtype);
+  auto room = take_room(whole_sectors(bytes));
+  room->used = bytes;
+  return std::make_shared<FileSpan>(shared_from_this(), std::move(room), numel, dtype);
 }
 
 // Rooms of a size that was given back are used again; spans that come and go have few sizes.

@@ -11,10 +11,10 @@
 namespace poise::offload {
 namespace {
 
-// Of a block. 0 is none: it was never written.
 std::uint64_t checksum(const BlockRequest& request) {
-  return std::max<std::uint64_t>(
-      1, kernels::digest(request.data, static_cast<std::size_t>(request.bytes)));
+  return std::clamp<std::uint64_t>(
+      kernels::digest(request.data, static_cast<std::size_t>(request.bytes)), Room::kNone + 1,
+      Room::kLost - 1);
 }
 
 }  // namespace
@@ -32,6 +32,13 @@ struct Lane::Transfer {
   std::int64_t high(std::int64_t block, std::int64_t size) const {
     return std::min(end, (block + 1) * size);
   }
+  std::uint64_t checksum(std::int64_t block) const {
+    return room.checksums[static_cast<std::size_t>(block)];
+  }
+  // Nothing of what the block held before stays.
+  bool fills(std::int64_t block, std::int64_t size) const {
+    return begin <= block * size && end >= std::min((block + 1) * size, room.used);
+  }
 };
 
 Lane::Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_bytes,
@@ -47,6 +54,20 @@ Lane::Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_byte
     flights_.push_back(flight);
   }
   io_ = make(places);
+}
+
+void Lane::begin_anew() {
+  if (!last_.done()) return;
+  try {
+    last_.synchronize_on_worker();
+  } catch (...) {  // those who wait for it have it, too
+    last_ = {};
+    try {
+      stream_.synchronize();
+    } catch (...) {
+      // The same: a stream says it once, and is usable then.
+    }
+  }
 }
 
 void Lane::read(Room& room, std::int64_t begin, std::int64_t end, char* to) {
@@ -78,14 +99,17 @@ void Lane::run(Transfer& transfer) {
   while (in_flight > 0 || (next <= last && !failure)) {
     while (next <= last && !free.empty() && !failure) {
       const std::int64_t block = next++;
-      if (transfer.from == nullptr &&
-          transfer.room.checksums[static_cast<std::size_t>(block)] == 0) {
+      if (transfer.from == nullptr && transfer.checksum(block) == Room::kNone) {
         const auto low = transfer.low(block, block_bytes_),
                    high = transfer.high(block, block_bytes_);
         std::memset(transfer.to + (low - transfer.begin), 0, static_cast<std::size_t>(high - low));
         continue;
       }
-      begin_block(transfer, block, free.back());
+      const bool begun = attempt([&] {
+        begin_block(transfer, block, free.back());
+        return true;
+      });
+      if (!begun) break;
       free.pop_back();
       ++in_flight;
     }
@@ -120,8 +144,15 @@ void Lane::begin_block(Transfer& transfer, std::int64_t block, int buffer) {
   request.inside =
       covered < request.bytes || reinterpret_cast<std::uintptr_t>(memory) % kSector != 0;
   request.data = request.inside ? flight.buffer : memory;
-  const bool fresh = transfer.room.checksums[static_cast<std::size_t>(block)] == 0;
-  if (transfer.from == nullptr || (covered < request.bytes && !fresh)) {
+  const bool keeps = transfer.from != nullptr && !transfer.fills(block, block_bytes_) &&
+                     transfer.checksum(block) != Room::kNone;
+  if (transfer.from == nullptr || keeps) {
+    if (transfer.checksum(block) == Room::kLost) {
+      fail("offload", "the ", request.bytes, " bytes at offset ", request.offset, " of ",
+           file_.label(),
+           " were lost when a write failed before; make the engine anew, from the start or a saved "
+           "state");
+    }
     flight.progress = Request(request.bytes);
     start(flight);
     return;

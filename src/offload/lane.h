@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "offload/block_io.h"
@@ -14,11 +15,15 @@
 namespace poise::offload {
 
 // A span's room in the file, in blocks. Blocks that were never written read as zero and have no
-// checksum. Lanes may write different blocks at once, never one that another works on.
+// checksum; those that a write was to fill that failed cannot be read until they are written whole.
+// Lanes may write different blocks at once, never one that another works on.
 struct Room {
+  static constexpr std::uint64_t kNone = 0, kLost = ~std::uint64_t{0};  // checksums of no block
+
   std::int64_t begin = 0;                // byte in the file, a multiple of kSector
   std::int64_t bytes = 0;                // a multiple of kSector
-  std::vector<std::uint64_t> checksums;  // by block; 0: never written
+  std::int64_t used = 0;                 // bytes that are the span's, the others being padding
+  std::vector<std::uint64_t> checksums;  // by block; kNone: never written
 };
 
 using MakeIo = std::function<std::unique_ptr<BlockIo>(const std::vector<iovec>& buffers)>;
@@ -29,6 +34,9 @@ class Lane {
   Lane(ScratchFile& file, const at::Tensor& buffers, std::int64_t block_bytes, const MakeIo& make);
 
   Stream& stream() { return stream_; }
+  Event submit(Stream::Work work) { return last_ = stream_.submit(std::move(work)); }
+  // Where a failure is all over, the next operation runs: what it left unwritten says so itself.
+  void begin_anew();
   std::int64_t block_bytes() const { return block_bytes_; }
   const char* io_name() const { return io_->name(); }
 
@@ -61,6 +69,7 @@ class Lane {
   const std::int64_t block_bytes_;
   std::vector<Flight> flights_;  // by buffer
   std::unique_ptr<BlockIo> io_;
+  Event last_;     // that was submitted
   Stream stream_;  // last: its worker uses the others until it is joined
 };
 

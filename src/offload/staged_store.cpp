@@ -55,6 +55,7 @@ struct Way {
   Stream up;                                     // to it; driven by the relay
   // The relay's current one: what it submits waits for nothing that others have queued.
   std::optional<c10::Stream> quiet;
+  Event last;    // of the relay
   Stream relay;  // between the host and the store; the last member: it ends first
 };
 
@@ -66,8 +67,9 @@ class StagedSpan final : public Span {
  private:
   Event do_fetch(std::int64_t begin, const at::Tensor& to) override {
     // After it the device has no further use for what lay there before.
+    begin_anew();
     const Event ready = on_device(to) ? way_->down.submit([] {}) : Event();
-    return way_->relay.submit([this_ = away_, way = way_.get(), begin, to, ready] {
+    return way_->last = way_->relay.submit([this_ = away_, way = way_.get(), begin, to, ready] {
       if (to.is_cpu()) {
         this_->fetch(begin, to).synchronize_on_worker();
         return;
@@ -84,19 +86,36 @@ class StagedSpan final : public Span {
   }
 
   Event do_put(std::int64_t begin, const at::Tensor& from) override {
+    begin_anew();
     if (from.is_cpu()) {
-      return way_->relay.submit(
-          [this_ = away_, begin, from] { this_->put(begin, from).synchronize_on_worker(); });
+      return way_->last = way_->relay.submit(
+                 [this_ = away_, begin, from] { this_->put(begin, from).synchronize_on_worker(); });
     }
     POISE_CHECK(on_device(from));
     const auto memory = way_->take_buffer(from.numel(), dtype());
     const auto buffer = Way::as(memory, from.numel(), dtype());
     way_->relay.wait(
         way_->down.submit([from, buffer] { buffer.copy_(from, /*non_blocking=*/true); }));
-    return way_->relay.submit([this_ = away_, way = way_.get(), begin, memory, buffer] {
-      this_->put(begin, buffer).synchronize_on_worker();
-      way->give_back(memory);
-    });
+    return way_->last =
+               way_->relay.submit([this_ = away_, way = way_.get(), begin, memory, buffer] {
+                 this_->put(begin, buffer).synchronize_on_worker();
+                 way->give_back(memory);
+               });
+  }
+
+  // After a transfer that failed and is over, of which those who waited for it have heard.
+  void begin_anew() {
+    if (!way_->last.done()) return;
+    try {
+      way_->last.synchronize_on_worker();
+    } catch (...) {
+      way_->last = {};
+      try {
+        way_->relay.synchronize();
+      } catch (...) {
+        // The same: a stream says it once, and is usable then.
+      }
+    }
   }
 
   bool on_device(const at::Tensor& tensor) const { return tensor.device() == way_->device; }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <deque>
 
 #include "offload/settings.h"
@@ -134,6 +135,60 @@ TEST(Faults, AfterAFailureNothingSucceedsSilently) {
       << "a fetch of what could not be put";
   EXPECT_NE(message_of([&] { other->put(0, random_floats(10, 2)).wait(); }).find("cannot write"),
             std::string::npos);
+}
+
+// A fault that passes: what was lost says so until it is written anew, and all else works.
+TEST(Faults, AfterOneThatPassedWhatIsWrittenAnewIsRight) {
+  TempFolder folder;
+  auto broken = std::make_shared<std::atomic<bool>>(false);
+  const auto store = scripted(folder, [broken](int i, const BlockRequest& r) -> std::int64_t {
+    return r.write && *broken && i % 2 == 1 ? -ENOSPC : Scripted::kAll;
+  });
+  const auto one = store->reserve(kNumel, at::kFloat), other = store->reserve(kNumel, at::kFloat);
+  const auto kept = random_floats(kNumel, 3), fresh = random_floats(kNumel, 4);
+  auto back = at::empty({kNumel}, at::kFloat);
+  for (int round = 0; round < 3; ++round) {  // by each of the lanes
+    other->put(0, kept).wait();
+    one->put(0, random_floats(kNumel, 1)).wait();
+    *broken = true;
+    EXPECT_NE(message_of([&] { one->put(0, random_floats(kNumel, 2)).wait(); }).find("No space"),
+              std::string::npos);
+    *broken = false;
+    for (int times = 0; times < 3; ++times) {
+      EXPECT_NE(message_of([&] { one->fetch(0, back).wait(); }), "");
+      EXPECT_NE(message_of([&] { one->put(100, random_floats(10, 2)).wait(); }), "")
+          << "a part of a block of which the rest is lost";
+      back.zero_();
+      other->fetch(0, back).wait();
+      EXPECT_TRUE(at::equal(back, kept));
+    }
+    one->put(0, fresh).wait();
+    one->fetch(0, back).wait();
+    EXPECT_TRUE(at::equal(back, fresh));
+  }
+}
+
+TEST(Faults, AfterAReadThatFailedTheNextOneIsRight) {
+  TempFolder folder;
+  auto broken = std::make_shared<std::atomic<bool>>(false);
+  const auto store = scripted(folder, [broken](int, const BlockRequest& r) -> std::int64_t {
+    return !r.write && *broken ? -EIO : Scripted::kAll;
+  });
+  const auto span = store->reserve(kNumel, at::kFloat);
+  const auto values = random_floats(kNumel, 1), fresh = random_floats(kNumel, 2);
+  auto back = at::empty({kNumel}, at::kFloat);
+  for (int round = 0; round < 3; ++round) {
+    span->put(0, values).wait();
+    *broken = true;
+    EXPECT_NE(message_of([&] { span->fetch(0, back).wait(); }).find("cannot read"),
+              std::string::npos);
+    *broken = false;
+    span->fetch(0, back).wait();
+    EXPECT_TRUE(at::equal(back, values));
+    span->put(0, fresh).wait();
+    span->fetch(0, back).wait();
+    EXPECT_TRUE(at::equal(back, fresh));
+  }
 }
 
 struct Round {
