@@ -90,7 +90,7 @@ def gate(scheduler: Any, model: WrappedModel) -> None:
     """Its step() acts where a window is not open, and was applied (WrappedModel.schedules_step)."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return
-    step, seen = scheduler.step, model.applied
+    step, seen = _ungated(scheduler, "step"), model.applied
 
     def after_updates(*args: Any, **kwargs: Any) -> None:
         nonlocal seen
@@ -98,14 +98,21 @@ def gate(scheduler: Any, model: WrappedModel) -> None:
             seen = model.applied
             step(*args, **kwargs)
 
-    of_scheduler = scheduler.state_dict
+    of_scheduler = _ungated(scheduler, "state_dict")
 
     def without_functions() -> dict[str, Any]:
         return {name: v for name, v in of_scheduler().items() if name not in gates}
 
     gates = {"step": after_updates, "state_dict": without_functions}
+    after_updates.ungated, without_functions.ungated = step, of_scheduler
     for name, function in gates.items():
         setattr(scheduler, name, function)
+
+
+def _ungated(scheduler: Any, name: str) -> Any:
+    """Its method without the gate of an earlier wrap(), whose loop may have ended within a window."""
+    method = getattr(scheduler, name)
+    return getattr(method, "ungated", method)
 
 
 def _settings(

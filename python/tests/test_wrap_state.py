@@ -150,6 +150,19 @@ def test_a_loop_that_is_wrapped_again_goes_on(kind, caplog):
     assert not caplog.records
 
 
+def test_a_loop_that_was_left_within_a_window_keeps_its_schedule_when_it_is_wrapped_again():
+    data, model = rows(8), network()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    halves = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    for micro_batches in (1, 4):  # the first loop ends with half a window: an exception, a cell run again
+        run, *_ = poise.wrap(model, sgd, halves, accumulation=2)
+        for x, y in [data[:4]] * micro_batches:
+            run.backward(F.cross_entropy(run(x), y))
+            sgd.step()
+            halves.step()
+    assert sgd.param_groups[0]["lr"] == 0.25
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_moments_of_16_bit_parameters_come_back_as_they_were(dtype):
     data = rows(8)
