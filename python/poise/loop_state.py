@@ -41,12 +41,12 @@ def take(
             f"[loop] the save has {len(state['groups'])} parameter groups, the optimizer "
             f"{len(optimizer.param_groups)}; make the same groups"
         )
-    for group, values in zip(optimizer.param_groups, state["groups"], strict=True):
-        group.update({n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     if len(state["schedulers"]) != len(schedulers):
         raise Error(
             f"[loop] the save has {len(state['schedulers'])} schedulers, the loop {len(schedulers)}"
         )
+    for group, values in zip(optimizer.param_groups, state["groups"], strict=True):
+        group.update({n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     for scheduler, values in zip(schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(values)
     return state["counters"]

@@ -60,6 +60,9 @@ def take(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         )
     with_state = [parameter for parameter in parameters if held.get(parameter)]
     steps = {id(p): held[p]["step"] for p in with_state if "step" in held[p]}
+    for parameter in with_state:  # all of them before one is taken
+        for key in MOMENTS[kind]:
+            _check_shape(engine, parameter, key, held[parameter].get(key))
     for parameter in with_state:
         moments = [held[parameter].get(key) for key in MOMENTS[kind]]
         moments = [torch.zeros_like(parameter) if m is None else m for m in moments]
@@ -95,6 +98,17 @@ def check_fits(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             f"[engine] the optimizer is not over the engine's {len(wanted)} trained parameters: it "
             f"{example}; make it from model.parameters()"
         )
+
+
+def _check_shape(
+    engine: Engine, parameter: torch.Tensor, key: str, moment: torch.Tensor | None
+) -> None:
+    if moment is None or moment.shape == parameter.shape:
+        return
+    raise Error(
+        f"[engine] the optimizer's {key} of '{engine.name_of(parameter)}' has shape {tuple(moment.shape)}, "
+        f"and the parameter {tuple(parameter.shape)}; give the state of an optimizer of this model"
+    )
 
 
 def _trained_by(optimizer: torch.optim.Optimizer, engine: Engine) -> list[nn.Parameter]:

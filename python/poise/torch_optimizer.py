@@ -138,15 +138,15 @@ class HandedOver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what state_dict() of this or of a plain torch optimizer gave; all ranks."""
         groups = self.optimizer.param_groups
-        type(self.optimizer).load_state_dict(self.optimizer, state)
-        self._undo_casts(state)
         try:
+            type(self.optimizer).load_state_dict(self.optimizer, state)
+            self._undo_casts(state)
             self._check()
-        except Error:  # the run stays as it was
+            self._give_state()
+        except BaseException:  # the run stays as it was
             self.optimizer.param_groups = groups
             self.optimizer.state.clear()
             raise
-        self._give_state()
         self.give_settings()
 
     def _undo_casts(self, given: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import poise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from wrapped_loops import adamw, distance, network, plain, rows, wrapped
 
@@ -154,13 +155,45 @@ def test_a_loop_that_was_left_within_a_window_keeps_its_schedule_when_it_is_wrap
     data, model = rows(8), network()
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     halves = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
-    for micro_batches in (1, 4):  # the first loop ends with half a window: an exception, a cell run again
+    for micro_batches in (
+        1,
+        4,
+    ):  # the first loop ends with half a window: an exception, a cell run again
         run, *_ = poise.wrap(model, sgd, halves, accumulation=2)
         for x, y in [data[:4]] * micro_batches:
             run.backward(F.cross_entropy(run(x), y))
             sgd.step()
             halves.step()
     assert sgd.param_groups[0]["lr"] == 0.25
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    data = rows(8)
+
+    def begun():
+        model = network()
+        return poise.wrap(model, adamw(model))
+
+    def train(loop):
+        for x, y in (data[:4], data[4:]):
+            loop.model.backward(F.cross_entropy(loop.model(x), y))
+            loop.optimizer.step()
+
+    whole, disturbed = begun(), begun()
+    train(whole)
+    train(disturbed)
+    other = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = adamw(other)
+    F.cross_entropy(other(data[:][0]), data[:][1]).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 7.0
+    with pytest.raises(poise.Error, match=r"exp_avg of '2.weight' has shape \(4, 16\)"):
+        disturbed.optimizer.load_state_dict(optimizer.state_dict())
+    assert not disturbed.optimizer.state
+    train(whole)
+    train(disturbed)
+    for p, q in zip(disturbed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
