@@ -248,7 +248,7 @@ class POISE_API Engine {
   // Takes the state of a save, or of the latest one in a directory of saves: made on any number of
   // ranks, at any stage, in any precision, of the same model and optimizer. Everything is checked
   // before anything is touched. All ranks, between windows. Throws Error naming the file, parameter
-  // or setting that does not fit.
+  // or setting that does not fit, on all ranks, which may go on then.
   state::Loaded load(const std::string& path, const state::LoadOptions& options = {});
 
   const Config& config() const;

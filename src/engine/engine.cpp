@@ -365,7 +365,7 @@ void Engine::finish_save() { impl_->saver.finish(); }
 state::Loaded Engine::load(const std::string& path, const state::LoadOptions& options) {
   impl_->check_between_windows("load()");
   impl_->store.forget_given();
-  return impl_->guarded([&] { return impl_->load(path, options); });
+  return impl_->load(path, options);
 }
 
 const Config& Engine::config() const { return impl_->config; }

@@ -201,6 +201,8 @@ struct Engine::Impl {
   void take_factors(const engine::OptimizerState& kept, std::size_t moment,
                     const state::Saved& saved);
   state::Loaded load(const std::string& path, const state::LoadOptions& options);
+  std::string open_save(const std::string& path, const state::LoadOptions& options,
+                        std::optional<state::Saved>& saved);
   void refuse_to_mend_in_part(const state::LoadOptions& options) const;
   void take(const state::Saved& saved, const state::LoadOptions& options);
   void take_flat(int flat, const state::Saved& saved, const state::LoadOptions& options);

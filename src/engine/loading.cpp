@@ -148,11 +148,27 @@ state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptio
   refuse_to_mend_in_part(options);
   at::NoGradGuard no_grad;
   memory::AccountScope scope(ledger, memory::Account::staging);
+  std::optional<state::Saved> saved;
+  const auto problem = guarded([&] { return open_save(path, options, saved); });
+  if (!problem.empty()) throw Error(problem);  // on all ranks, whose group goes on
+  guarded([&] {
+    half_loaded = options;
+    take(*saved, options);
+    half_loaded.reset();
+    half_an_update.clear();
+  });
+  const auto& m = saved->manifest();
+  return {saved->path(), static_cast<int>(m.ranks), m.cursor, m.user,
+          saved->own(group->rank(), group->size())};
+}
+
+// What rank 0 finds; then no rank touches anything before all have found everything in order.
+// Returns what some rank has to say against it.
+std::string Engine::Impl::open_save(const std::string& path, const state::LoadOptions& options,
+                                    std::optional<state::Saved>& saved) {
   saver.finish();
   notice_edits();
-  // What rank 0 finds; then no rank touches anything before all have found everything in order.
   const auto where = group->all_gather_text(state::find(path), "the save to load").front();
-  std::optional<state::Saved> saved;
   std::string problem;
   try {
     if (where.empty()) {
@@ -169,16 +185,10 @@ state::Loaded Engine::Impl::load(const std::string& path, const state::LoadOptio
   } catch (const Error& error) {
     problem = error.what();
   }
-  for (const auto& text : group->all_gather_text(problem, "checks of the save")) {
-    if (!text.empty()) throw Error(text);
-  }
-  half_loaded = options;
-  take(*saved, options);
-  half_loaded.reset();
-  half_an_update.clear();
-  const auto& m = saved->manifest();
-  return {where, static_cast<int>(m.ranks), m.cursor, m.user,
-          saved->own(group->rank(), group->size())};
+  const auto problems = group->all_gather_text(problem, "checks of the save");
+  const auto first =
+      std::find_if(problems.begin(), problems.end(), [](auto& p) { return !p.empty(); });
+  return first == problems.end() ? std::string() : *first;
 }
 
 // What failed midway has left something that such a load would leave as it is.

@@ -237,6 +237,31 @@ TEST(Engines, MayFollowEachOtherOnOneGroup) {
   for (int i = 0; i < 3; ++i) state::verify(state::find(folder / std::to_string(i)));
 }
 
+// All ranks are told the same, and nothing was touched: a run may look for a save, and begin anew.
+TEST(Engines, GoOnTogetherAfterALoadThatWasRefused) {
+  const TempFolder folder;
+  const auto part = test::Part{2, test::adamw_config(2), "", "", 0, 2};
+  const auto unbroken = test::run(part);
+  std::vector<std::vector<StepResult>> results(2);
+  testing::on_ranks(2,
+                    [&](std::shared_ptr<comm::Group> group) {
+                      at::set_num_threads(1);
+                      test::GridModel model;
+                      Engine engine(model.view(), part.config, group);
+                      model.bind(engine);
+                      const int rank = group->rank();
+                      for (int update = 0; update < part.end; ++update) {
+                        EXPECT_THROW(engine.load(folder.path()), Error);
+                        results[static_cast<std::size_t>(rank)].push_back(
+                            engine.step(test::window_of(part, update, rank), [&](const auto& b) {
+                              return Loss::sum(model.loss_sum(b), test::counted(b));
+                            }));
+                      }
+                    },
+                    {.timeout = std::chrono::seconds(60)});
+  EXPECT_EQ(test::first_difference(results[0], unbroken[0].results), "");
+}
+
 // Saved with a parameter stored the other way round in memory, and under its tied name.
 TEST(Layouts, MayDiffer) {
   const TempFolder folder;
