@@ -87,6 +87,7 @@ class PlainBackward:
     def __init__(self, torchs: Callable[..., None]) -> None:
         self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
         self._torchs = torchs
+        self._running = 0  # backwards of torch's own
         functools.update_wrapper(self, torchs)
 
     def leave(self) -> None:
@@ -105,7 +106,15 @@ class PlainBackward:
     ) -> None:
         taker = _taker_of(tensors, list(self.takers))
         if taker is None:
-            self._torchs(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            if self._running > 0:
+                _refuse_recomputed(tensors, list(self.takers))
+            self._running += 1
+            try:
+                self._torchs(
+                    tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+                )
+            finally:
+                self._running -= 1
             return
         alone = tensors if isinstance(tensors, torch.Tensor) else [*tensors][0]
         several = alone is not tensors and len(tensors) > 1
@@ -117,6 +126,22 @@ class PlainBackward:
             )
         taker.notice_division(alone)
         taker.backward(alone)
+
+
+def _refuse_recomputed(tensors: Any, takers: list[Taker]) -> None:
+    """A reentrant checkpoint runs its part again within a backward, and a backward of that. Where a call of a
+    wrapped model is in it, the loss had no mark: nobody took it."""
+    if not takers or torch._C._current_graph_task_id() == -1:
+        return
+    for node in _nodes([tensors] if isinstance(tensors, torch.Tensor) else tensors):
+        marked = node.metadata.get(_MARK)
+        taker = None if marked is None else marked()
+        if taker is not None:
+            raise Error(
+                f"[{taker.room}] a call of a wrapped model is inside a reentrant checkpoint, which hides it from "
+                "backward(): its gradients would be lost; give torch's checkpoint use_reentrant=False, or let "
+                "the model recompute its blocks (checkpointing in config)"
+            )
 
 
 def _is_none(gradients: Any) -> bool:

@@ -50,6 +50,36 @@ def test_a_plain_loop_trains_as_big_batches_in_float64():
     assert distance(model.module, reference) < 1e-6
 
 
+def test_a_reentrant_checkpoint_around_the_model_is_named():
+    model, optimizer, *_ = wrap(accumulation=1)
+    x, y = rows(8)[:]
+    hidden = nn.Linear(8, 8)(x)
+    for around in (model, lambda given: F.cross_entropy(model(given), y)):
+        outputs = checkpoint(around, hidden, use_reentrant=True)
+        with pytest.raises(poise.Error, match="inside a reentrant checkpoint.*use_reentrant=False"):
+            outputs.square().mean().backward(retain_graph=True)
+        model.engine.discard_window()
+        assert all(p.grad is None for p in model.parameters())
+    reference = network()
+    F.cross_entropy(reference(x), y).backward()
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+    model.engine.begin_update()
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(model.engine.gradient(name), p.grad)
+
+
+def test_one_of_a_model_beside_it_is_torchs_own():
+    wrap()
+    other = network(3)
+    x, y = rows(8)[:]
+    hidden = x.clone().requires_grad_()
+    F.cross_entropy(checkpoint(other, hidden, use_reentrant=True), y).backward()
+    reference = network(3)
+    F.cross_entropy(reference(x), y).backward()
+    for p, q in zip(other.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_what_is_computed_of_parameters_alone_may_be_added():
     def penalty(module):
         return 0.1 * sum((p**2).sum() for p in module.parameters())
