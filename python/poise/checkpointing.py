@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,11 @@ __all__ = ["Handle", "apply", "chunked_cross_entropy", "recompute", "recomputing
 
 
 def recompute(
-    fn: Callable[..., Any], *args: Any, buffers: Iterable[torch.Tensor] = (), **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    buffers: Iterable[torch.Tensor] = (),
+    generators: Iterable[torch.Generator] = (),
+    **kwargs: Any,
 ) -> Any:
     """Calls ``fn(*args, **kwargs)`` now and again in backward, keeping only its inputs.
 
@@ -36,16 +40,24 @@ def recompute(
         fn: Must do the same both times; ``recomputing()`` tells it which run it is in.
         buffers: Tensors that ``fn`` updates in place (running statistics); the second run leaves them
             as it found them.
+        generators: Of your own that ``fn`` draws from, beside torch's default ones. Those among its
+            arguments, and those that it or modules around it hold (as attributes, in its closure), are
+            found.
     """
-    return _recompute(fn, args, kwargs, list(buffers))
+    return _recompute(fn, args, kwargs, list(buffers), list(generators))
 
 
 def _recompute(
-    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], buffers: list[torch.Tensor]
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    buffers: list[torch.Tensor],
+    generators: Iterable[torch.Generator] = (),
 ) -> Any:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
+    own = _states(_generators(fn, leaves, generators))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     inputs = [leaves[i] for i in places]
     for i in places:
@@ -56,9 +68,30 @@ def _recompute(
         for i, tensor in zip(places, tensors, strict=False):
             values[i] = tensor
         again_args, again_kwargs = tree_unflatten(values, spec)
-        fn(*again_args, **again_kwargs)
+        with _replayed(own):
+            fn(*again_args, **again_kwargs)
 
     return _C.recompute(lambda: fn(*args, **kwargs), again, inputs, buffers)
+
+
+def _generators(
+    fn: Callable[..., Any], leaves: Iterable[Any], given: Iterable[torch.Generator]
+) -> list[torch.Generator]:
+    """Of the user's own that a call may draw from: given, among its arguments, in what `fn` is of or closes over."""
+    owner = getattr(fn, "__self__", fn)
+    near = [owner.module if isinstance(owner, _Recomputed) else owner, *_closed_over(fn)]
+    modules = {m for one in near if isinstance(one, nn.Module) for m in one.modules()}
+    held = (value for module in modules for value in vars(module).values())
+    found = [v for v in (*given, *leaves, *near, *held) if isinstance(v, torch.Generator)]
+    return list({id(one): one for one in found}.values())
+
+
+def _closed_over(fn: Callable[..., Any]) -> list[Any]:
+    values = []
+    for cell in getattr(fn, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing in it yet
+            values.append(cell.cell_contents)
+    return values
 
 
 def chunked_cross_entropy(
@@ -246,8 +279,9 @@ def _recompute_selectively(
 
     def contexts() -> tuple[Any, Any]:
         first, second = create_selective_checkpoint_contexts(_kept_operators())
-        return first, _both(_unchanged(buffers), second)
+        return first, _both(_unchanged(buffers), _both(_replayed(own), second))
 
+    own = _states(_generators(fn, tree_flatten((args, kwargs))[0], ()))
     call = functools.partial(fn, **kwargs)  # the module's keywords, not checkpoint's
     return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
 
@@ -266,6 +300,30 @@ def _unchanged(buffers: list[torch.Tensor]) -> Any:
     finally:
         for buffer, value in zip(buffers, values, strict=False):
             buffer.data.copy_(value)
+
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def _states(generators: Iterable[torch.Generator]) -> States:
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+@contextmanager
+def _replayed(states: States) -> Any:
+    """Generators of the user's own as they were before the first run; the default ones are replayed by the core,
+    and by torch's checkpoint."""
+    now = _states(generator for generator, _ in states)
+    try:
+        _set(states)
+        yield
+    finally:
+        _set(now)
+
+
+def _set(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _kept_operators() -> list[Any]:

@@ -401,3 +401,161 @@ def test_an_error_of_the_users_own_hooks_keeps_its_type_through_cpp():
     ):
         poise.chunked_cross_entropy(hidden, weight, None, targets, 2)
     poise.chunked_cross_entropy(hidden, weight, None, targets, 2)[0].backward()
+
+
+class Masked(nn.Module):
+    """Draws its mask from a generator of its own."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.generator = generator
+
+    def forward(self, x, generator=None):
+        y = self.linear(x).tanh()
+        return (y * (torch.rand(y.shape, generator=generator or self.generator) > 0.5)).tanh() + x
+
+
+def by_policy(policy):
+    def through(blocks, generator, x):
+        handle = checkpointing.apply(blocks, policy, units="?")
+        y = blocks(x)
+        handle.remove()
+        return y
+
+    return through
+
+
+def by_call(call):
+    def through(blocks, generator, x):
+        for block in blocks:
+            x = call(block, generator, x)
+        return x
+
+    return through
+
+
+@pytest.mark.parametrize(
+    "through",
+    {
+        "held by the block": by_policy("every_n"),
+        "selective": by_policy("selective"),
+        "of a module": by_call(lambda block, g, x: checkpointing.recompute(block, x)),
+        "argument": by_call(lambda block, g, x: checkpointing.recompute(block, x, generator=g)),
+        "closed over": by_call(
+            lambda block, g, x: checkpointing.recompute(lambda y: block(y, g).sin(), x)
+        ),
+        "given": by_call(
+            lambda block, g, x: checkpointing.recompute(
+                lambda y, hidden=(block, g): hidden[0](y, hidden[1]).sin(), x, generators=[g]
+            )
+        ),
+    }.items(),
+    ids=lambda pair: pair[0],
+)
+def test_a_generator_of_ones_own_draws_the_same_again(through, monkeypatch):
+    # OLMo-core 828, with a generator of the user's: other masks in the second run, wrong gradients.
+    def gradients():
+        generator = torch.Generator().manual_seed(5)
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Masked(generator) for _ in range(3)))
+        through[1](blocks, generator, torch.ones(2, 8)).square().sum().backward()
+        return [torch.rand(3, generator=generator)] + [p.grad for p in blocks.parameters()]
+
+    recomputed = gradients()
+    monkeypatch.setattr(checkpointing, "recompute", plainly)
+    monkeypatch.setattr(checkpointing, "apply", lambda *given, **more: checkpointing.Handle({}))
+    assert_same_bits(recomputed, gradients())
+
+
+def plainly(fn, *args, generators=(), **kwargs):
+    return fn(*args, **kwargs)
+
+
+class Shared(nn.Module):
+    """Three blocks with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)
+        )
+        for block in self.blocks[1:]:
+            block[0].weight = self.blocks[0][0].weight
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["every_n", "selective"])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward after", "backward inside"])
+def test_a_cast_that_is_cached_is_made_again(policy, inside):
+    # pytorch 193338: found in the cache in forward, made anew in the second run, or the other way round.
+    def gradients(apply):
+        model, x = Shared(), torch.linspace(-1, 1, 32).reshape(4, 8)
+        if apply:
+            checkpointing.apply(model, policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("policy", ["none", "every_n"])
+def test_a_pass_without_gradients_before_loses_none(policy):
+    # pytorch 65766, 158232: weights cast without gradients stayed in autocast's cache, and had none after.
+    def norm(first):
+        model, x = make()
+        model.eval()
+        engine = poise.Engine(
+            model, {"precision": {"dtype": "bf16"}, "checkpointing": {"policy": policy}}
+        )
+
+        def loss(x):
+            if first:
+                with torch.no_grad():
+                    model(x)
+            return model(x).float().pow(2).mean()
+
+        return engine.step([x], loss).grad_norm
+
+    assert norm(True) == norm(False) > 0
+
+
+def test_a_region_left_early_holds_nothing():
+    # pytorch 161186: tensors of a Function of the user's own stayed.
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 2)
+            ctx.beside = x * 3
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2 + 0 * (ctx.saved_tensors[0] + ctx.beside)
+
+    linear = nn.Linear(8, 8)
+
+    def fn(x):
+        return Doubled.apply(linear(Doubled.apply(x)).tanh()).exp()
+
+    with poise.memory.Ledger() as ledger:
+        held = []
+        for _ in range(50):
+            x = torch.randn(64, 8, requires_grad=True)
+            checkpointing.recompute(fn, x).sum().backward()
+            linear.zero_grad()
+            del x
+            held.append(ledger.snapshot().current_bytes)
+    assert set(held) == {0}
