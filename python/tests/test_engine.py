@@ -354,6 +354,47 @@ def test_what_is_freed_later_is_named(by):
     assert update().applied and not torch.equal(parameter, before)
 
 
+def resized(model):
+    model.embedding = nn.Embedding(*model.embedding.weight.shape)
+
+
+def replaced(model):
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def added(model):
+    model.blocks[0].register_parameter("adapter", nn.Parameter(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("by", ["step", "calls"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(resized, "embedding.weight"), (replaced, "head.weight"), (added, "blocks.0.adapter")],
+)
+def test_a_parameter_that_came_later_is_named(change, name, by):
+    # transformers 25241: a table that was resized after the engine was made; here it never trained.
+    model = tiny()
+    engine = engine_of(model)
+
+    def update():
+        if by == "step":
+            return step(engine)
+        for piece in WINDOW:
+            engine.backward(engine(**piece), counted(piece))
+        return engine.step()
+
+    assert update().applied
+    change(model)
+    with pytest.raises(poise.Error, match=f"parameter '{name}' came into the model after"):
+        update()
+    assert engine.micro_batches == 0
+    dict(model.named_parameters())[name].requires_grad_(False)
+    assert update().applied
+    dict(model.named_parameters())[name].requires_grad_(True)
+    engine = engine_of(model)
+    assert update().applied
+
+
 def test_unknown_parameter_names_the_nearest():
     engine = engine_of(tiny())
     with pytest.raises(poise.Error, match=r"head\.weight"):
