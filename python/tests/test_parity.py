@@ -309,6 +309,40 @@ def test_tied_frozen_unused_scalar_empty_and_transposed_parameters():
     assert torch.equal(model.frozen, plain.frozen)
 
 
+class Spectrum(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+
+    def forward(self, x):
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return torch.fft.ifft(torch.fft.fft(x) * weight).abs().square().mean()
+
+
+def test_complex_parameters_are_trained_as_pairs_of_real_ones():
+    # pytorch 158753, 71613: imaginary parts of gradients were lost.
+    torch.manual_seed(2)
+    weight, inputs = torch.randn(5, dtype=torch.cfloat), torch.randn(12, 4, 5)
+    with pytest.raises(poise.Error, match="'weight' is trainable and of type .*view_as_real"):
+        poise.Engine(Spectrum(weight))
+    frozen = torch.nn.ModuleList([Spectrum(weight).requires_grad_(False), torch.nn.Linear(2, 2)])
+    poise.Engine(frozen)
+    assert torch.equal(frozen[0].weight, weight)
+
+    model = Spectrum(torch.view_as_real(weight))
+    plain = Spectrum(weight.to(torch.cdouble))
+    engine = poise.Engine(model, settings(Recipe(weight_decay=0, max_grad_norm=0, eps=1e-3)))
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0, eps=1e-3)
+    for window in inputs.split(4):
+        engine.step(list(window), lambda x: (model(x), 4))
+        adam.zero_grad()
+        plain(window.flatten(0, 1).double()).backward()
+        adam.step()
+    trained = torch.view_as_complex(model.weight.detach())
+    assert torch.allclose(trained.to(torch.cdouble), plain.weight, rtol=0, atol=1e-6)
+    assert (trained.imag - weight.imag).abs().min() > 1e-3
+
+
 def test_fp16_scale_grows_and_backs_off_at_the_exact_update():
     """By the rule of torch.amp.GradScaler: doubled after 3 clean updates, halved on overflow."""
     config = settings(Recipe(autocast=torch.float16, loss_scale=256.0, max_grad_norm=0))

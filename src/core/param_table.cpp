@@ -44,6 +44,11 @@ void refuse_what_cannot_be_laid_out(const NamedTensor& named, const at::Device& 
     fail("core", "parameters on several devices: '", named.name, "' is on ", tensor.device(),
          ", the first parameter on ", device, "; move the model to one device");
   }
+  if (tensor.requires_grad() && !at::isFloatingType(tensor.scalar_type())) {
+    fail("core", "parameter '", named.name, "' is trainable and of type ", tensor.scalar_type(),
+         "; masters, sums of gradients and moments are real: keep the parameter as "
+         "torch.view_as_real of it, and use torch.view_as_complex of that in forward");
+  }
   if (!tensor.is_non_overlapping_and_dense()) {
     fail("core", "parameter '", named.name, "' of shape ", shape_text(tensor.sizes()),
          " and strides ", shape_text(tensor.strides()),
