@@ -24,6 +24,7 @@ class UnitForward:
         self.module = module
         self.unit = unit
         self.own = module.__dict__.get("forward")  # None: the class's
+        self._modules = list(module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = _enter(self.unit, args, kwargs)
@@ -32,7 +33,7 @@ class UnitForward:
         except BaseException:
             _abandon(self.unit, given)
             raise
-        _leave(self.unit, given, outputs)
+        _leave(self.unit, given, outputs, self._modules)
         return outputs
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +101,14 @@ def _enter(unit: _C.Unit, args: tuple, kwargs: dict[str, Any]) -> Exchanged:
 
 
 @torch.compiler.disable
-def _leave(unit: _C.Unit, given: Exchanged, outputs: Any) -> None:
+def _leave(unit: _C.Unit, given: Exchanged, outputs: Any, modules: list[nn.Module]) -> None:
     given.put_back()
-    unit.leave(tensors_in(outputs))
+    found = tensors_in(outputs)
+    if torch.is_grad_enabled():
+        # A term of the loss that a module keeps for whoever asks: its backward may come before theirs.
+        kept = [v for m in modules for v in vars(m).values() if isinstance(v, torch.Tensor)]
+        found += [v for v in kept if v.grad_fn is not None and all(v is not one for one in found)]
+    unit.leave(found)
 
 
 @torch.compiler.disable

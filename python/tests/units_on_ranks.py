@@ -188,6 +188,52 @@ class CheckpointedInside(TinyForCausalLM):
             block.reentrant = reentrant
 
 
+class ViewedBlock(Block):
+    def forward(self, hidden):
+        return super().forward(hidden)[None].squeeze(0)
+
+
+class ChangedInPlace(TinyForCausalLM):
+    """What a block gives is a view, and is changed in place outside: by itself, through another view, in a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ViewedBlock() for _ in range(3))
+
+    def logits(self, input_ids):
+        first = self.embedding(input_ids)
+        hidden = self.blocks[0](first).add_(first)
+        hidden = self.blocks[1](hidden)
+        hidden.unsqueeze(0).squeeze(0).add_(first)
+        hidden = self.blocks[2](hidden)
+        hidden[..., :4].mul_(0.5)
+        return self.head(hidden)
+
+
+class Aside(TinyForCausalLM):
+    """Blocks leave a term of the loss in an attribute of theirs, made before and after the rest of them."""
+
+    class OfTwo(Block):
+        first = False
+
+        def forward(self, hidden):
+            if self.first:
+                self.term = self.up(hidden).square().mean()
+            output = super().forward(hidden)
+            if not self.first:
+                self.term = self.up(output).square().mean()
+            return output
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.OfTwo() for _ in range(3))
+        self.blocks[1].first = True
+
+    def forward(self, input_ids, labels):
+        loss = super().forward(input_ids, labels)
+        return loss + 0.1 * sum(block.term for block in self.blocks)
+
+
 class Hooked(TinyForCausalLM):
     """Hooks of the user's on blocks."""
 
@@ -196,6 +242,12 @@ class Hooked(TinyForCausalLM):
         self.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
         self.blocks[0].register_forward_hook(lambda module, args, output: output * 0.5)
         self.blocks[1].register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+
+
+def with_frozen_norms(model):
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+    return model
 
 
 MODELS = {
@@ -208,6 +260,10 @@ MODELS = {
     "checkpoint, reentrant": lambda: Checkpointed(True),
     "checkpoint inside": lambda: CheckpointedInside(False),
     "checkpoint inside, reentrant": lambda: CheckpointedInside(True),
+    "changed in place": ChangedInPlace,
+    "a term aside": Aside,
+    "frozen norms": lambda: with_frozen_norms(CheckpointedInside(False)),
+    "frozen norms, reentrant": lambda: with_frozen_norms(CheckpointedInside(True)),
     "hooks": Hooked,
 }
 

@@ -80,17 +80,21 @@ Units::Tensors Units::mark(int unit, const Tensors& inputs) {
   return outputs;
 }
 
-// The first gradient of one of a call's outputs begins its backward.
+// The first gradient of one of a call's outputs begins its backward. Of a view also that of its
+// base: where that is changed in place later, through this view or another, the gradient goes
+// around what the view was made by.
 void Units::watch(int unit, bool marked, const Tensors& outputs) {
   const auto call = std::make_shared<Call>();
   call->unit = unit;
   call->marked = marked;
   call->epoch = epoch_;
+  const auto begins = [weak = weak_from_this(), call](const at::TensorBase&) {
+    if (const auto units = weak.lock()) units->backward_begins(call);
+  };
   for (const auto& output : outputs) {
     if (!output.defined() || !output.requires_grad()) continue;
-    output.register_hook([weak = weak_from_this(), call](const at::Tensor&) {
-      if (const auto units = weak.lock()) units->backward_begins(call);
-    });
+    output.register_hook(begins);
+    if (output.is_view() && output._base().grad_fn()) output._base().register_hook(begins);
   }
 }
 
