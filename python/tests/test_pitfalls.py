@@ -1,6 +1,7 @@
 """What goes wrong in other trainers, by the behaviour that is right; the reports are named beside it."""
 
 import math
+import time
 
 import poise
 import pytest
@@ -10,9 +11,9 @@ from hf_models import causal_rows, counted, made
 from poise import trainer_data
 from poise.run_length import RunLength
 from test_hf_trainer import arguments, losses
-from wrapped_loops import distance, network, plain, rows
 from torch import nn
 from torch.utils.data import DataLoader
+from wrapped_loops import distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,6 +131,55 @@ def test_the_reported_norm_is_that_of_the_gradient_before_clipping(tmp_path):
     assert run.last_result.clipped_norm == pytest.approx(0.1, rel=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e20, 1e38, 1e-30])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_whose_squares_leave_fp32_is_clipped_all_the_same(dtype, size):
+    # pytorch 46849, 53843, 55169: a norm of infinity, which made all gradients 0 or NaN.
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    settings = {
+        "precision": {"dtype": dtype, "parameters": dtype},
+        "optimizer": {"type": "sgd", "lr": 1.0, "max_grad_norm": 1.0},
+    }
+    row = torch.full((1, 4), size).to(getattr(torch, "bfloat16" if dtype == "bf16" else "float32"))
+    result = poise.Engine(model, settings).step([row] * 3, lambda x: (model(x).sum(), 1))
+    norm = 2 * float(row[0, 0].double())
+    assert result.applied and result.grad_norm == pytest.approx(norm, rel=1e-6)
+    expected = -float(row[0, 0].double()) / max(1.0, norm)
+    assert model.weight.detach().flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
+
+
+def test_many_small_parameters_take_no_longer_than_in_torch():
+    # pytorch 134191; DeepSpeed 2879, 8586: most of a step was work of the host, for each parameter.
+    def parameters(count):
+        return nn.ParameterList(nn.Parameter(torch.ones(5)) for _ in range(count))
+
+    def least(call):
+        def once():
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        return min(once() for _ in range(4))
+
+    def of_poise(count):
+        model = parameters(count)
+        engine = poise.Engine(model, {"optimizer": {"type": "adamw"}})
+        return least(lambda: engine.step([0], lambda _: (torch.cat([*model]).square().mean(), 1)))
+
+    model = parameters(2000)
+    adam = torch.optim.AdamW(model.parameters())
+
+    def step():
+        adam.zero_grad()
+        torch.cat([*model]).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+
+    assert of_poise(2000) < least(step)  # about a seventh
+    assert of_poise(4000) < 4 * of_poise(1000) * 2
+
+
 # Precision and loss scale.
 
 
@@ -167,6 +217,52 @@ def test_the_scale_recovers_from_fifty_overflows():
     for _ in range(4):
         assert engine.step([torch.ones(1, 1)], lambda x: (model(x).sum(), 1)).applied
     assert engine.loss_scale == 32
+
+
+def test_fifty_updates_of_fp16_with_overflows_are_those_of_a_grad_scaler():
+    # pytorch 88258, 96755: infinities and the scale, inside of a fused update.
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def adam(model):
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() == n + 1], "weight_decay": decay}
+            for n, decay in enumerate((0.0, 0.1))
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+    model, plain, exact = build(), build(), build().double()
+    settings = {
+        "precision": {
+            "dtype": "fp16",
+            "initial_loss_scale": 1024.0,
+            "loss_scale_growth_interval": 5,
+        },
+        "optimizer": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0},
+    }
+    engine = poise.Engine(model, settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+    of_plain, of_exact, skipped = adam(plain), adam(exact), []
+    for update in range(50):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(update))
+        factor = 1e6 if update in (3, 4, 17, 30) else 1.0
+        result = engine.step([x], lambda x, f=factor: (model(x).float().square().mean() * f, 1))
+        with torch.autocast("cpu", torch.float16, cache_enabled=False):
+            y = plain(x)
+        of_plain.zero_grad()
+        scaler.scale(y.float().square().mean() * factor).backward()
+        scaler.step(of_plain)
+        scaler.update()
+        assert engine.loss_scale == scaler.get_scale()
+        if not result.applied:
+            skipped.append(update)
+            continue
+        of_exact.zero_grad()
+        (exact(x.double()).square().mean() * factor).backward()
+        of_exact.step()
+    assert skipped == [3, 4, 17, 30]
+    assert distance(model, exact) <= 2 * distance(plain, exact)
 
 
 def test_the_scale_counts_windows_not_micro_batches():

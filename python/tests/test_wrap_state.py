@@ -70,7 +70,7 @@ def test_state_of_a_wrapped_optimizer_loads_into_another():
         model, first := adamw(model), None, DataLoader(TensorDataset(*data[:16]), batch_size=8), 1
     )
     other = network(seed=5)
-    second = adamw(other, lr=7.0)
+    second = adamw(other, lr=7.0, betas=(0.5, 0.6))
     run2, second, _, loader = poise.wrap(
         other, second, None, DataLoader(TensorDataset(*data[16:]), batch_size=8)
     )
