@@ -571,14 +571,14 @@ class PlanJob:
         """
     def trace(self, arg0: str, arg1: PlanTraced) -> None: ...
     @property
-    def bf16_product(self) -> int:
-        """
-        Bytes that a bf16 matrix product takes for each element beside its result.
-        """
-    @property
     def budget(self) -> int: ...
     @budget.setter
     def budget(self, arg0: typing.SupportsInt) -> None: ...
+    @property
+    def for_cpus(self) -> bool:
+        """
+        Whether its devices are CPUs.
+        """
     @property
     def global_batch(self) -> int: ...
     @global_batch.setter

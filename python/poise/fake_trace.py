@@ -2,15 +2,16 @@
 
 The model's parameters are replaced by fake ones while its loss runs; every storage that an operation
 makes is counted until it is gone, block by block (poise.trace has the blocks' rules). Nothing is
-allocated, and the model may be larger than the machine or on the meta device. Not seen: what an
-operation takes inside (a convolution's workspace, a fused attention's scratch), but for bf16 matrix
-products.
+allocated, and the model may be larger than the machine or on the meta device. What an operation takes
+inside (a convolution's copies, a fused attention's scratch) is seen where it is asked for
+(poise.inside_operators).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +30,12 @@ from poise import kept_attributes, model_view
 from poise._batch import leaves_of, mapped
 from poise._C import Error
 from poise.fake_offload import Offload
+from poise.inside_operators import Inside
 from poise.trace import Link, Marks
 
 LossOf = Callable[[Any], torch.Tensor]
 CPU = torch.device("cpu")
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
-_PRODUCTS_OF_BATCHES = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+BESIDE_LOSS = 12  # bytes of the engine's scalars: the loss with its weight, its gradient, its count
 
 
 class Untraceable(Error):
@@ -72,7 +73,7 @@ def trace(
     autocast: torch.dtype | None = None,
     away: bool = False,
     device: torch.device = CPU,
-    product: int = 0,
+    inside: Inside | None = None,
 ) -> Traced:
     """Traces one forward and backward.
 
@@ -82,12 +83,12 @@ def trace(
       batch: tensors; their values are not looked at.
       blocks: names and modules of the model's blocks.
       recomputed: whether the blocks recompute their activations in backward.
-      dtype: of floating parameters and inputs; None: their own.
+      dtype: of floating parameters; None: their own.
       autocast: dtype of an autocast around forward; None: none.
       away: whether what forward saves lies elsewhere until backward (poise.fake_offload).
       device: that the tensors say they are on, for models that name it, and for the kernels that torch
         chooses there; one of this machine.
-      product: bytes that a bf16 matrix product takes inside, for each element of it.
+      inside: what operators take on this CPU beside their results; None: that is not counted.
 
     Raises:
       Untraceable: where the model looks at values, or an operation has no fake form.
@@ -96,10 +97,10 @@ def trace(
     again = modules if recomputed else []
     made = None
     if len(modules) > 1:
-        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away, device, product)
+        made = _trace(model, loss_of, batch, modules, again, dtype, autocast, away, device, inside)
     if made is None:  # the blocks did not run one after the other
         modules = []
-        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away, device, product)
+        made = _trace(model, loss_of, batch, [], again, dtype, autocast, away, device, inside)
     assert made is not None
     marks, counted = made
     names = (
@@ -132,21 +133,22 @@ def _trace(
     autocast: torch.dtype | None,
     away: bool,
     device: torch.device,
-    product: int,
+    inside: Inside | None,
 ) -> tuple[list[Link], list[_Count]] | None:
     whole = _Whole(model, loss_of, autocast, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = Counter(product)
+    counter = Counter(inside)
     try:
         # The modes of its modules too; and compiled code that met a mode of torch's would run uncompiled from then on.
         with kept_attributes.kept(model), torch.compiler.set_stance("force_eager"):
             model.train()
             with mode:
-                state = {name: _fake(tensor, dtype, device) for name, tensor in _tensors(whole)}
+                state = {name: _fake(one, dtype, device) for name, one in whole.named_parameters()}
+                state |= {name: _fake(one, None, device) for name, one in whole.named_buffers()}
                 for tensor in state.values():
                     if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                         tensor.register_post_accumulate_grad_hook(_taken)
-                inputs = mapped(lambda leaf: _fake(leaf, dtype, device), batch)
+                inputs = mapped(lambda leaf: _fake(leaf, None, device), batch)
             for tensor in [*state.values(), *leaves_of(inputs)]:
                 if isinstance(tensor, torch.Tensor):
                     counter.known(tensor)
@@ -183,22 +185,20 @@ class _Whole(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self._loss_of = model, loss_of
-        self._autocast, self._device = autocast, device.type
+        self._autocast, self._device = autocast, device
 
     def forward(self, batch: Any, marks: Marks) -> None:
         enabled = self._autocast is not None
         marks.start()
-        with torch.autocast(self._device, self._autocast, enabled=enabled, cache_enabled=False):
+        beside = torch.empty(BESIDE_LOSS, dtype=torch.uint8, device=self._device)
+        with torch.autocast(
+            self._device.type, self._autocast, enabled=enabled, cache_enabled=False
+        ):
             loss = self._loss_of(batch)
         marks.end_forward()
         loss.backward()
-        del loss
+        del loss, beside
         marks.end_backward()
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _fake(leaf: Any, dtype: torch.dtype | None, device: torch.device) -> Any:
@@ -260,9 +260,9 @@ def _unpacked_positions() -> Iterator[None]:
 class Counter(TorchDispatchMode):
     """Bytes of living storages, FLOPs, and bytes read and written; a meter for poise.trace.Marks."""
 
-    def __init__(self, product: int = 0) -> None:
+    def __init__(self, inside: Inside | None = None) -> None:
         super().__init__()
-        self._product = product  # bytes that a bf16 one takes inside, for each element
+        self._inside = inside
         self._known, self._before = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._now = self._peak = 0
         self._flops = self._moved = 0.0
@@ -289,22 +289,30 @@ class Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        made = 0
+        if func is torch.ops.aten._grouped_mm.default:
+            out = _grouped_product(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        for tensor in outputs:
-            made += self._count(tensor)
         packet = getattr(func, "_overloadpacket", None)
-        if packet is torch.ops.aten.convolution_backward:
-            # Copies in the layout of the kernels: not made where tensors have no memory.
-            self._peak = max(self._peak, self._now + _bytes(args[0]) + _bytes(args[1]))
-        self._peak = max(self._peak, self._now + self._inside_product(packet, out))
+        flops = self._flops
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             self._flops += _attention_flops(args[0], args[1])
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self._flops += 2.5 * _attention_flops(args[1], args[2])
         elif packet in flop_registry:
             self._flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        within: tuple[int, ...] = ()
+        if self._inside is not None:
+            within = self._inside.of(func, args, kwargs, outputs, self._flops - flops)
+        if not within and packet is torch.ops.aten.convolution_backward:
+            # Copies in the layout of the kernels: not made where tensors have no memory.
+            within = (_bytes(args[0]) + _bytes(args[1]),)
+        made = 0
+        beyond = itertools.chain(within[1:], itertools.repeat(0))
+        for tensor in outputs:
+            made += self._count(tensor, next(beyond))
+        self._peak = max(self._peak, self._now + sum(within[:1]))
         if made or not getattr(func, "is_view", False):
             inputs = [
                 leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)
@@ -312,20 +320,12 @@ class Counter(TorchDispatchMode):
             self._moved += sum(_bytes(tensor) for tensor in (*inputs, *outputs))
         return out
 
-    def _inside_product(self, packet: Any, out: Any) -> int:
-        if packet not in _PRODUCTS and packet not in _PRODUCTS_OF_BATCHES:
-            return 0
-        if out.dtype is not torch.bfloat16:
-            return 0
-        each = out.shape[-2] * out.shape[-1] * self._product
-        return each if packet in _PRODUCTS else each * min(len(out), torch.get_num_threads())
-
-    def _count(self, tensor: torch.Tensor) -> int:
+    def _count(self, tensor: torch.Tensor, beyond: int) -> int:
         storage = tensor.untyped_storage()
         if storage in self._known:
             return 0
         self._known[storage] = True
-        size = storage.nbytes()
+        size = storage.nbytes() + beyond  # than its shape takes
         self._now += size
         self._peak = max(self._peak, self._now)
         weakref.finalize(storage, self._free, size)
@@ -333,6 +333,13 @@ class Counter(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self._now -= size
+
+
+def _grouped_product(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Without memory it knows bf16 alone, which on a CPU is one type of several."""
+    dtype = args[0].dtype
+    known = func(*(one.to(torch.bfloat16) for one in args[:2]), *args[2:], **kwargs)
+    return torch.empty_strided(known.shape, known.stride(), dtype=dtype, device=known.device)
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from poise import checkpointing, fake_trace, generators, traced_model
 from poise._C import PlanAnswer, PlanFound, PlanJob, PlanLink, PlanTraced, format_bytes
 from poise._C import plan_search as search
 from poise.balance import Candidate
+from poise.inside_operators import Inside
 from poise.placement import Placement, Task
 
 
@@ -103,7 +104,7 @@ class Forecast:
                 sorted({1, min(4, task.mine), task.mine, task.micro_batch or 1}),
                 away=task.away[2] != "none",
                 device=task.device,
-                product=task.job().bf16_product,
+                inside=Inside() if task.job().for_cpus else None,
             )
 
     def _flags(self, blocks: Sequence[bool]) -> list[bool]:

@@ -65,7 +65,7 @@ class Task:
     Attributes:
       ranks, device: that it trains on.
       optimizer, momentum, moments: as in the configuration.
-      precision: "fp32", "bf16" or "bf16-autocast".
+      precision: a name of traced_model.PRECISIONS.
       global_batch: samples of an update on all ranks.
       budget: bytes of each rank.
       micro_batch: that stays where the loss may not be split.

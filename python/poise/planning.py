@@ -16,6 +16,7 @@ from torch import nn
 
 from poise import _C, fake_trace, generators, model_view, traced_model
 from poise._C import Error, PlanJob, format_bytes, parse_bytes
+from poise.inside_operators import Inside
 from poise.planned_loss import PlannedLoss
 from poise.traced_model import PRECISIONS
 
@@ -212,7 +213,7 @@ def plan(
       nodes: of so many devices as `gpus` says; 0: all that it says are there, `ranks_per_node` to a node.
       machine: a file that `poise plan --calibrate` wrote; "": the usual one, where there is one.
       memory_budget: bytes of each rank, or a text such as "20GiB"; None: the device's memory.
-      precision: fp32, bf16 (16-bit parameters, fp32 masters) or bf16-autocast.
+      precision: fp32, bf16 or fp16 (16-bit parameters, fp32 masters), bf16-autocast or fp16-autocast.
       optimizer: as in the configuration (docs/config.md); `momentum` is sgd's, `moments` (fp32, bf16,
         8bit) adam's and adamw's.
       units: as for Engine: what is recomputed and gathered as one.
@@ -298,7 +299,7 @@ def plan(
             notes,
             away=offload is not None,
             device=device,
-            product=job.bf16_product,
+            inside=Inside() if job.for_cpus else None,
         )
     if offload is not None and how != "fake tensors":
         job.may_offload([there for there in _offloads(offload) if there[3] == "none"])

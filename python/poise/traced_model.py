@@ -14,6 +14,7 @@ from poise import comm, fake_trace, model_view, separable, trace
 from poise._batch import leaves_of, mapped
 from poise._C import PlanLink, PlanTraced
 from poise.fake_trace import Traced
+from poise.inside_operators import Inside
 from poise.planned_loss import PlannedLoss
 
 logger = logging.getLogger("poise")
@@ -23,7 +24,14 @@ PRECISIONS = {  # name: dtype of forward, of parameters
     "fp32": ("fp32", "fp32"),
     "bf16": ("bf16", "bf16"),
     "bf16-autocast": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp16"),
+    "fp16-autocast": ("fp16", "fp32"),
 }
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = (
+    1,
+    2,
+)  # samples of traces that tell what operators take inside, where larger ones are too large
 
 
 Runs = dict[tuple[int, bool], Traced]  # by samples, and whether all blocks are recomputed
@@ -41,14 +49,14 @@ def traced(
     *,
     away: bool = False,
     device: torch.device = fake_trace.CPU,
-    product: int = 0,
+    inside: Inside | None = None,
 ) -> tuple[PlanTraced, str]:
-    """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too; `product`:
+    """The model at so many samples, and how it was traced; `away`: with its activations offloaded, too; `inside`:
     as in fake_trace.trace."""
     model = loss.model
     try:
         chain = by_fake_tensors(
-            model, sample, loss, blocks, precision, sizes, away=away, device=device, product=product
+            model, sample, loss, blocks, precision, sizes, away=away, device=device, inside=inside
         )
         return chain, "fake tensors"
     except fake_trace.Untraceable as error:
@@ -68,18 +76,21 @@ def by_fake_tensors(
     *,
     away: bool = False,
     device: torch.device = fake_trace.CPU,
-    product: int = 0,
+    inside: Inside | None = None,
 ) -> PlanTraced:
     """The model at so many samples, without memory. Raises fake_trace.Untraceable.
 
     device: where model and loss believe to be; where they name another one, that of this machine.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    autocast = torch.bfloat16 if precision == "bf16-autocast" else None
+    forward, parameters = PRECISIONS[precision]
+    dtype = DTYPES[parameters] if parameters != "fp32" else None
+    autocast = DTYPES.get(forward)  # around 16-bit parameters, too
 
     def run(
         where: torch.device, size: int, *, recomputed: bool = False, away: bool = False
     ) -> Traced:
+        if inside is not None:
+            inside.begin((recomputed, away), size)
         return fake_trace.trace(
             model,
             loss_of,
@@ -90,16 +101,37 @@ def by_fake_tensors(
             autocast=autocast,
             away=away,
             device=where,
-            product=product,
+            inside=inside,
         )
 
-    def chain(where: torch.device) -> PlanTraced:
+    def chain_of(where: torch.device) -> PlanTraced:
         both = [(size, again) for size in sizes for again in (False, True)]
         runs = {(size, again): run(where, size, recomputed=again) for size, again in both}
         sent = {size: run(where, size, away=True) for size in sizes} if away else {}
         return _chain(model, blocks, sizes, runs, sent)
 
-    return _there_or_elsewhere(chain, device)
+    def chain(where: torch.device) -> PlanTraced:
+        made = chain_of(where)
+        if inside is None or not inside.missed:
+            return made
+        with contextlib.suppress(fake_trace.Untraceable):  # too few samples for a norm over them
+            for size in SMALL:
+                for again in (False, True):
+                    run(where, size, recomputed=again)
+                if away:
+                    run(where, size, away=True)
+        return chain_of(where)
+
+    try:
+        return _there_or_elsewhere(chain, device)
+    except fake_trace.Untraceable:
+        if forward != "fp16":
+            raise
+    # Models of transformers look whether values are too large for fp16; bf16 holds as many bytes.
+    precision = precision.replace("fp16", "bf16")
+    return by_fake_tensors(
+        model, sample, loss_of, blocks, precision, sizes, away=away, device=device, inside=inside
+    )
 
 
 def _there_or_elsewhere(run: Callable[[torch.device], Made], device: torch.device) -> Made:
@@ -143,11 +175,8 @@ def sizes_of(most: int, fixed: int | None) -> list[int]:
 
 def precision_of(settings: Mapping[str, Any]) -> str:
     """The name in PRECISIONS of a configuration's section."""
-    if settings["dtype"] == "fp32":
-        return "fp32"
-    return (
-        "bf16-autocast" if settings["parameters"] == "fp32" else "bf16"
-    )  # fp16 holds as many bytes
+    dtype = str(settings["dtype"])
+    return dtype if settings["parameters"] == dtype else f"{dtype}-autocast"
 
 
 def units_of(blocks: Blocks) -> list[str]:

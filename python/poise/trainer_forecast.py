@@ -44,7 +44,9 @@ def forecast_of(
         args.engine_optimizer,
         0.9 if args.engine_optimizer == "lars" else 0.0,
         args.engine_moments,
-        "bf16-autocast" if args.autocast_dtype is not None else "fp32",
+        f"{'bf16' if args.bf16 else 'fp16'}-autocast"
+        if args.autocast_dtype is not None
+        else "fp32",
         args.global_batch_size,
         _bytes(args.memory_budget),
         trainer_balance.largest_usual(samples),

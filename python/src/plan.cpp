@@ -238,11 +238,8 @@ void bind_job(py::module_& module) {
           "run_on_this_cpu", [](Job& job) { job.cpu = cpu_operators(); },
           "Operators of a CPU take what they take here.")
       .def_property_readonly(
-          "bf16_product",
-          [](const Job& job) {
-            return job.machine.device.place == plan::Place::cpu ? job.cpu.bf16_product : 0;
-          },
-          "Bytes that a bf16 matrix product takes for each element beside its result.")
+          "for_cpus", [](const Job& job) { return job.machine.device.place == plan::Place::cpu; },
+          "Whether its devices are CPUs.")
       .def_readwrite("stages", &Job::stages)
       .def_readwrite("shard_ranks", &Job::shard_ranks);
   using Release = py::call_guard<py::gil_scoped_release>;

@@ -56,7 +56,9 @@ def test_it_is_said_before_anything_is_allocated_and_right(tmp_path, monkeypatch
     with ledger:
         trainer, _ = train(tmp_path, model=model, memory_budget="64MiB", **given)
     generator, sample = torch.get_rng_state().numel(), 2 * LENGTH * 8
-    assert 0 < seen["bytes"] <= 2 * generator + 4 * sample  # what was looked at, and put back
+    # What was looked at, and put back; of the model no more than one operator at a time, on zeros.
+    room = 2 * generator + 4 * sample
+    assert 0 < seen["bytes"] <= room + sum(plan_of(tmp_path)[0]["measured"].values()) // 2
     assert "plan, before anything is allocated: micro-batch " in seen["said"]
     assert "would hold" in seen["said"]
     plan, lines = plan_of(tmp_path)
