@@ -173,7 +173,7 @@ class Engine:
                 f"[engine] the window is one {type(window).__name__}; give the list of "
                 "micro-batches, for example engine.step([batch], loss_fn)"
             )
-        self._check_parameters()
+        model_view.refuse_new_parameters(self.model, self._names)
         batches = list(window)
         loss_fn = loss_fn or self._call_model
 
@@ -202,7 +202,7 @@ class Engine:
         others come to the window's end, and all raise it: they may run the window again.
         """
         if self.micro_batches == 0:
-            self._check_parameters()
+            model_view.refuse_new_parameters(self.model, self._names)
         self._engine.backward(loss_parts(loss, tokens))
 
     def is_boundary(self) -> bool:
@@ -565,29 +565,6 @@ class Engine:
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether it has gradient and moments here, frozen for now or not."""
         return id(parameter) in self._trained
-
-    def _check_parameters(self) -> None:
-        """As a window opens: one that came into the model later (a table that was resized, an adapter)
-        would get a gradient and never be trained."""
-        new: list[torch.Tensor] = []
-        modules: dict[nn.Module, None] = {self.model: None}
-        ahead = [self.model]
-        while ahead:  # not by modules(), which makes names: this is part of every update
-            module = ahead.pop()
-            for p in module._parameters.values():
-                if p is not None and id(p) not in self._names and p.requires_grad:
-                    new.append(p)
-            for child in module._modules.values():
-                if child is not None and child not in modules:
-                    modules[child] = None
-                    ahead.append(child)
-        if not new:
-            return
-        name = next(name for name, p in model_view.named_parameters(self.model) if p is new[0])
-        raise Error(
-            f"[engine] parameter '{name}' came into the model after the engine was made, which does "
-            "not train it; make the engine anew, or set its requires_grad to False"
-        )
 
     def _call_model(self, batch: Any) -> Any:
         with wrong_batch.explained(self.model, batch, room="engine"):

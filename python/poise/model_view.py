@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,3 +163,27 @@ def _repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def is_uniform(modules: Iterable[nn.Module]) -> bool:
     """Whether all are of one class."""
     return len({type(module) for module in modules}) == 1
+
+
+def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
+    """As a window opens: a parameter that came into the model later (a table that was resized, an
+    adapter) would get a gradient and never be trained. `known`: ids of those the engine was made with."""
+    new: list[torch.Tensor] = []
+    modules: dict[nn.Module, None] = {model: None}
+    ahead = [model]
+    while ahead:  # not by modules(), which makes names: this is part of every update
+        module = ahead.pop()
+        for p in module._parameters.values():
+            if p is not None and id(p) not in known and p.requires_grad:
+                new.append(p)
+        for child in module._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                ahead.append(child)
+    if not new:
+        return
+    name = next(name for name, p in named_parameters(model) if p is new[0])
+    raise Error(
+        f"[engine] parameter '{name}' came into the model after the engine was made, which does "
+        "not train it; make the engine anew, or set its requires_grad to False"
+    )

@@ -11,9 +11,9 @@ import pytest
 import rank_processes
 import torch
 import torch.nn.functional as F
-from wrapped_loops import distance, network, plain, rows
 from torch import nn
 from torch.utils.data import TensorDataset
+from wrapped_loops import distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

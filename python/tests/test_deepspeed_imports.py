@@ -12,8 +12,8 @@ import pytest
 import rank_processes
 import torch
 from test_deepspeed import SGD, WithLoss, config, in_pieces
-from wrapped_loops import distance, network, plain, rows
 from torch.utils.data import DistributedSampler
+from wrapped_loops import distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ from poise.deepspeed.monitor.monitor import MonitorMaster
 from poise.deepspeed.monitor.tensorboard import TensorBoardMonitor
 from poise.deepspeed.runtime.config import DeepSpeedConfig
 from test_deepspeed import WithLoss, config, in_pieces, run
-from wrapped_loops import network, plain, rows
 from torch.nn.functional import cross_entropy
+from wrapped_loops import network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,9 +17,9 @@ from poise.deepspeed import utils
 from poise.deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file
 from test_deepspeed import WithLoss, config, in_pieces, run
-from wrapped_loops import rows
 from tiny_models import same_bits
 from torch import nn
+from wrapped_loops import rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

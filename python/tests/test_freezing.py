@@ -11,9 +11,9 @@ from poise import optimizers
 from test_deepspeed import in_pieces
 from test_hf_trainer import arguments, losses, without_strategy
 from test_second_run import rates
-from wrapped_loops import adamw, distance, network, plain, rows
 from tiny_models import same_bits
 from torch.utils.data import TensorDataset
+from wrapped_loops import adamw, distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

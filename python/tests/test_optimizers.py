@@ -9,8 +9,8 @@ import torch
 from poise import optimizers
 from poise.config import settings_of
 from test_deepspeed import WithLoss, config, in_pieces, run
-from wrapped_loops import network, plain, rows, wrapped
 from torch.utils.data import DataLoader
+from wrapped_loops import network, plain, rows, wrapped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_deepspeed import config, in_pieces
-from wrapped_loops import adamw, distance, network, plain, rows
 from tiny_models import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from wrapped_loops import adamw, distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poise.thin_faces import AccumulationConfig
-from wrapped_loops import distance, network, plain, rows
 from torch import nn
+from wrapped_loops import distance, network, plain, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -34,12 +34,6 @@ void refuse_what_cannot_be_laid_out(const NamedTensor& named, const at::Device& 
     fail("core", "parameter '", named.name, "' is not a dense tensor (layout ", tensor.layout(),
          "); use a dense parameter");
   }
-  if (tensor.requires_grad() && !tensor.is_floating_point()) {
-    fail(
-        "core", "parameter '", named.name, "' is of type ", tensor.scalar_type(),
-        ", which would be trained as its real part alone; keep real numbers (at::view_as_real), or "
-        "freeze it");
-  }
   if (tensor.device() != device) {
     fail("core", "parameters on several devices: '", named.name, "' is on ", tensor.device(),
          ", the first parameter on ", device, "; move the model to one device");
