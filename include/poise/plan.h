@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -107,6 +108,10 @@ struct CpuOperators {
   // Bytes for each element of a bf16 matrix product: 4 where the processor multiplies bf16 itself
   // and oneDNN sums in fp32 before it rounds.
   std::int64_t bf16_product = 0;
+  // Bytes for panels of its operands, where kernels of matrix tiles copy them: of a product with so
+  // many rows that sums over `depth`; of a weight's gradient, the first operand lies transposed.
+  // Null: none.
+  std::function<std::int64_t(std::int64_t rows, std::int64_t depth, bool of_weight)> bf16_panels;
 };
 POISE_API Chain chain(const Transformer& model, const Shape& shape,
                       const config::PrecisionPolicy& precision, Place place,

@@ -1,6 +1,7 @@
 // The commands and their arguments. Few and frozen by a test: everything else is the config file.
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -236,6 +237,12 @@ void hold_standard_streams() {
   }
 }
 
+// Whoever read what is printed wants no more of it (`poise config --reference | head`).
+bool reader_has_gone() {
+  pollfd out{STDOUT_FILENO, POLLOUT, 0};
+  return ::poll(&out, 1, 0) > 0 && (out.revents & POLLERR) != 0;
+}
+
 }  // namespace
 
 int run(int argc, const char* const* argv) {
@@ -245,7 +252,7 @@ int run(int argc, const char* const* argv) {
   // A page that is cut short must not pass for a whole one. What a run tells, its metrics.jsonl
   // has.
   const bool trains = argc > 1 && std::string(argv[1]) == "train";
-  if (code != 0 || std::cout || trains) return code;
+  if (code != 0 || std::cout || trains || reader_has_gone()) return code;
   return complain("[cli] cannot write to standard output; is the disk full?");
 }
 

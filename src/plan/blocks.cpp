@@ -74,21 +74,22 @@ void forward(Tape& t, const Gelu& g, const Sizes& s) {
 // gradient as the product's result has it. An operation keeps what forward saved until the sum over
 // its bias is made, and no longer than it reads it where that was made `again`.
 void backward(Tape& t, const Gelu& g, const Sizes& s, bool again) {
-  t.take(g.copy).multiply(g.ffn).multiply(g.w_mlp);
+  t.take(g.copy).multiply(g.ffn).multiply(g.w_mlp, s.panels_of(s.width));
   t.pass(again ? 0 : g.vector).give(g.ffn).pass(recast(s, g.w_mlp)).give(g.w_mlp).give(g.copy);
   t.take(g.ffn).give(2 * g.ffn);  // GELU: gradient in, what was saved and gradient
-  t.multiply(g.x).multiply(g.w_mlp);
+  t.multiply(g.x, s.panels_over(s.ffn)).multiply(g.w_mlp, s.panels_of(s.ffn));
   t.give(g.x).pass(recast(s, g.w_mlp)).pass(4 * g.vector).give(g.w_mlp).give(g.ffn);
   t.take(g.made()).give(g.copy);
   t.take(g.r + 2 * g.vector).give(g.r + g.stats).give(2 * g.vector).give(g.r).give(g.r);
   t.take(g.copy).multiply(g.x);  // projection
-  t.multiply(g.w_proj).pass(recast(s, g.w_proj)).give(g.w_proj).give(g.copy);
+  t.multiply(g.w_proj, s.panels_of(s.width)).pass(recast(s, g.w_proj)).give(g.w_proj).give(g.copy);
   t.take(3 * g.x).pass(attention_scratch(s, true)).give(g.lse + g.qkv + g.x).give(g.x);
   t.take(g.qkv).give(g.x);  // each of q, k and v into a whole gradient
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv).give(g.x);
   t.take(g.qkv).give(g.qkv);  // laid out as qkv was
-  t.multiply(g.x).multiply(g.w_qkv).give(g.x);
+  t.multiply(g.x, s.panels_over(3 * s.width));
+  t.multiply(g.w_qkv, s.panels_of(3 * s.width)).give(g.x);
   t.pass(recast(s, g.w_qkv)).take(3 * g.vector).give(g.w_qkv + 3 * g.vector).give(g.qkv);
   t.take(g.made()).give(g.copy);
   t.take(g.r + 2 * g.vector).give(2 * g.vector).give(g.r + g.stats);
@@ -96,14 +97,14 @@ void backward(Tape& t, const Gelu& g, const Sizes& s, bool again) {
 
 // Nothing is kept: temporaries go when their caller does.
 std::int64_t bare_forward_peak(const Gelu& g, const Sizes& s) {
-  Tape t(g.r, s.inside);
+  Tape t(g.r, s.inside, s.panels_over(s.width));
   t.take(g.r + g.stats).give(g.stats).take(g.copy).multiply(g.qkv).give(g.copy);
   t.take(g.x + g.lse).pass(attention_scratch(s, false)).give(g.lse);
   t.multiply(g.x).give(g.qkv + g.x + g.r);
   t.take(g.r).give(g.x);
   t.take(g.r).take(g.copy).multiply(g.ffn).give(g.copy).give(g.r);
   t.take(g.ffn).give(g.ffn);
-  t.multiply(g.x).give(g.ffn);
+  t.multiply(g.x, s.panels_over(s.ffn)).give(g.ffn);
   t.take(g.r);
   return t.peak();
 }
@@ -117,12 +118,12 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   const Gelu g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.r, s.inside);
+    Tape f(g.r, s.inside, s.panels_over(s.width));
     forward(f, g, s);
-    f.multiply(g.x).take(g.r);  // second half, residual
+    f.multiply(g.x, s.panels_over(s.ffn)).take(g.r);  // second half, residual
     pass.saved = g.saved();
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.r, s.inside);
+    Tape b(g.saved() + g.r, s.inside, s.panels_over(s.width));
     backward(b, g, s, false);
     pass.backward_peak = b.peak();
     return pass;
@@ -132,7 +133,7 @@ Pass gelu_block(const Sizes& s, Recompute mode) {
   pass.forward_peak = bare_forward_peak(g, s) + kept - g.r;
   // What is recomputed is not allocated twice where it stayed.
   Tape b(g.r + kept);
-  Tape again(g.r + g.r, s.inside);
+  Tape again(g.r + g.r, s.inside, s.panels_over(s.width));
   forward(again, g, s);
   backward(again, g, s, true);
   const auto twice = mode == Recompute::selective ? g.x : 0;  // outputs that no backward reads
@@ -179,37 +180,37 @@ void forward(Tape& t, const Gated& g) {
 }
 
 void backward(Tape& t, const Gated& g, const Sizes& s) {
-  const auto weight = [&](std::int64_t bytes) {
-    t.multiply(bytes).pass(recast(s, bytes)).give(bytes);
+  const auto weight = [&](std::int64_t bytes, std::int64_t rows) {
+    t.multiply(bytes, s.panels_of(rows)).pass(recast(s, bytes)).give(bytes);
   };
   t.multiply(g.ffn);
-  weight(g.w_mlp);
+  weight(g.w_mlp, s.width);
   t.give(g.ffn);                      // down: its input goes
   t.take(2 * g.ffn).give(3 * g.ffn);  // product
-  t.multiply(g.x);
-  weight(g.w_mlp);
+  t.multiply(g.x, s.panels_over(s.ffn));
+  weight(g.w_mlp, s.ffn);
   t.give(g.ffn);                  // up
   t.take(g.ffn).give(2 * g.ffn);  // SiLU
-  t.multiply(g.x);
-  weight(g.w_mlp);
+  t.multiply(g.x, s.panels_over(s.ffn));
+  weight(g.w_mlp, s.ffn);
   t.give(g.ffn).give(g.x);  // gate
   t.take(g.norm).give(g.norm).give(g.norm_kept);
   t.multiply(g.q);
-  weight(g.w_qo);
+  weight(g.w_qo, s.width);
   t.take(g.q + 2 * g.kv).give(2 * g.q + g.lse + g.q + 2 * g.kv - g.q);
   t.take(g.q + g.kv).give(g.q + g.kv);
   t.take(g.x).multiply(g.x);
-  weight(g.w_qo);
+  weight(g.w_qo, s.query);
   t.give(g.x).give(g.q + 2 * g.kv);
   t.take(g.norm).give(g.norm).give(g.norm_kept);
 }
 
 std::int64_t bare_forward_peak(const Gated& g, const Sizes& s) {
-  Tape attention(g.x + g.x, s.inside);
+  Tape attention(g.x + g.x, s.inside, s.panels_over(s.width));
   attention.pass(g.norm).take(g.x).multiply(g.q).take(g.kv).multiply(g.kv);
   attention.take(g.q + g.kv).give(g.q + g.kv);
   attention.take(g.q + g.lse).multiply(g.x);
-  Tape mlp(g.x + g.x, s.inside);
+  Tape mlp(g.x + g.x, s.inside, s.panels_over(s.width));
   mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).multiply(g.ffn);
   return std::max(attention.peak(), mlp.peak());
 }
@@ -220,12 +221,12 @@ Pass gated_block(const Sizes& s, Recompute mode) {
   const Gated g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.x, s.inside);
+    Tape f(g.x, s.inside, s.panels_over(s.width));
     forward(f, g);
     f.take(g.x).take(g.x);
     pass.saved = g.saved();
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.x, s.inside);
+    Tape b(g.saved() + g.x, s.inside, s.panels_over(s.width));
     backward(b, g, s);
     pass.backward_peak = b.peak();
     return pass;
@@ -233,7 +234,7 @@ Pass gated_block(const Sizes& s, Recompute mode) {
   // Selective: q, k, v, both outputs of attention, gate and up, what they are projected to.
   const auto marked = g.x + g.q + 2 * g.kv + g.q + g.lse + 2 * g.x + 2 * g.ffn;
   const auto kept = mode == Recompute::selective ? marked : g.x;
-  Tape again(g.x + g.x, s.inside);
+  Tape again(g.x + g.x, s.inside, s.panels_over(s.width));
   forward(again, g);
   backward(again, g, s);
   pass.saved = kept;
@@ -282,7 +283,8 @@ Pass head(const Sizes& s, bool fused_norm) {
     pass.saved = r + norm_kept;
     pass.forward_peak = r + norm_work + copy + 2 * part + low;
     pass.backward_peak = pass.saved + x + sums + 2 * part + low + rows * s.width * s.e +
-                         (s.weight_e == 4 ? copy : table) + s.inside * table;
+                         (s.weight_e == 4 ? copy : table) + s.inside * table +
+                         s.panels_of(s.vocabulary);
     return pass;
   }
   const auto cast = s.e == 4 ? 0 : logits * s.e;  // of the logits to fp32
@@ -291,7 +293,9 @@ Pass head(const Sizes& s, bool fused_norm) {
   pass.forward_peak = kept + 8 * logits + cast;
   // The log-softmax and two gradients of it; then it is gone, and a cast gradient replaces them.
   const auto gradient = s.e == 4 ? 4 * logits : cast + 8;
-  const auto product = std::max(s.inside * x, table + std::max(s.inside * table, recast(s, table)));
+  const auto product =
+      std::max(s.inside * x + s.panels_over(s.vocabulary),
+               table + std::max(s.inside * table + s.panels_of(s.vocabulary), recast(s, table)));
   pass.backward_peak = kept + std::max(12 * logits, gradient + x + product);
   return pass;
 }

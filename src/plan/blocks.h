@@ -1,6 +1,8 @@
 // What one block or head takes, operation by operation.
 #pragma once
 
+#include <functional>
+
 #include "poise/plan.h"
 
 namespace poise::plan {
@@ -17,8 +19,18 @@ struct Sizes {
   std::int64_t chunk = 0;  // tokens of the chunked loss head; 0: whole logits
   int threads = 1;
   std::int64_t inside = 0;  // bytes that a matrix product takes meanwhile, for each of its result
+  // The same whatever its result: by rows, depth and whether it is a weight's gradient.
+  std::function<std::int64_t(std::int64_t, std::int64_t, bool)> panels;
   Place place = Place::cpu;
 
+  // Of a product that sums over `depth`.
+  std::int64_t panels_over(std::int64_t depth) const {
+    return panels ? panels(tokens, depth, false) : 0;
+  }
+  // Of the gradient of a weight with so many rows, which sums over tokens.
+  std::int64_t panels_of(std::int64_t rows) const {
+    return panels ? panels(rows, tokens, true) : 0;
+  }
   bool mixed() const { return residual_e != e; }
 };
 

@@ -38,6 +38,7 @@ Sizes sizes_of(const Transformer& m, const Shape& shape, const config::Precision
   s.threads = cpu.threads;
   const bool in_bf16 = place == Place::cpu && precision.dtype == config::DType::bf16;
   s.inside = in_bf16 ? cpu.bf16_product / s.e : 0;
+  if (in_bf16) s.panels = cpu.bf16_panels;
   s.place = place;
   return s;
 }
