@@ -206,7 +206,7 @@ TEST(OddLosses, ComplexParametersAreNotTrained) {
   trained.parameters[0].tensor =
       at::full({3}, c10::complex<float>(1, 2), at::kComplexFloat).requires_grad_();
   EXPECT_THAT(message_of([&] { Engine(trained, sgd()); }),
-              HasSubstr("parameter 'spectrum' is of type ComplexFloat"));
+              HasSubstr("parameter 'spectrum' is trainable and of type ComplexFloat"));
 }
 
 // As torch::load() does it. Whether parameters stay or are away, it must not pass unnoticed.
