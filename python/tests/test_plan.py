@@ -85,6 +85,23 @@ def test_estimates_are_as_far_off_as_the_docs_say(changes, error, tmp_path, capf
     assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=error)
 
 
+def test_what_products_take_inside_is_of_the_threads_that_there_are(tmp_path, capfd):
+    settings = {
+        "model": {"builtin": "byte_gpt", **SMALL},
+        "batch": {"micro_batch_size": 4, "accumulation": 2},
+        "precision": {"dtype": "bf16"},
+        "checkpointing": {"policy": "every_n"},
+    }
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            ours, theirs = predicted(settings, tmp_path, capfd), measured(settings)
+            assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=0.002), threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_budget_is_kept_and_named(tmp_path, capfd):
     settings = {
         "model": {"builtin": "byte_gpt", **SMALL},

@@ -44,11 +44,13 @@ class Panels {
 
   std::int64_t operator()(std::int64_t rows, std::int64_t depth, bool of_weight) {
     constexpr std::int64_t kMostRows = 2048, kDeepest = 4096, kColumns = 128;
-    const Key key{std::min(rows, kMostRows), std::min(depth, kDeepest), of_weight};
+    // Every thread has panels of its own.
+    const Key key{std::min(rows, kMostRows), std::min(depth, kDeepest), of_weight,
+                  at::get_num_threads()};
     const std::lock_guard lock(mutex_);
     const auto known = known_.find(key);
     if (known != known_.end()) return known->second;
-    const auto [most, deep, transposed] = key;
+    const auto [most, deep, transposed, threads] = key;
     const at::NoGradGuard no_grad;
     const auto one = transposed ? matrix(deep, most).t() : matrix(most, deep);
     const auto inside = inside_a_product(one, matrix(deep, kColumns));
@@ -56,7 +58,7 @@ class Panels {
   }
 
  private:
-  using Key = std::tuple<std::int64_t, std::int64_t, bool>;
+  using Key = std::tuple<std::int64_t, std::int64_t, bool, int>;
   const std::int64_t of_an_element_;
   std::mutex mutex_;
   std::map<Key, std::int64_t> known_;
