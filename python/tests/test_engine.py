@@ -325,6 +325,14 @@ def test_settings_in_every_form(tmp_path):
         poise.Engine(tiny(), {"optimizer": {"learning_rat": 1}})
 
 
+def updated(engine, by):
+    if by == "step":
+        return step(engine)
+    for piece in WINDOW:
+        engine.backward(engine(**piece), counted(piece))
+    return engine.step()
+
+
 @pytest.mark.parametrize("by", ["step", "backward"])
 def test_what_is_freed_later_is_named(by):
     model = tiny()
@@ -333,11 +341,7 @@ def test_what_is_freed_later_is_named(by):
     engine = engine_of(model)
 
     def update():
-        if by == "step":
-            return step(engine)
-        for piece in WINDOW:
-            engine.backward(engine(**piece), counted(piece))
-        return engine.step()
+        return updated(engine, by)
 
     assert update().applied
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -377,11 +381,7 @@ def test_a_parameter_that_came_later_is_named(change, name, by):
     engine = engine_of(model)
 
     def update():
-        if by == "step":
-            return step(engine)
-        for piece in WINDOW:
-            engine.backward(engine(**piece), counted(piece))
-        return engine.step()
+        return updated(engine, by)
 
     assert update().applied
     change(model)
