@@ -202,7 +202,7 @@ def _link(
         places.get(name, -1),
         block,
         _bytes(kept.links[i]),
-        _bytes((again if block else kept).links[i]),
+        _bytes(again.links[i]),
         kept.flops[i],
         kept.moved[i],
         [] if sent is None else [_sent(sent, i), _input_sent((again if block else kept).links[i])],

@@ -58,7 +58,8 @@ Pass pass_of(const Bytes& bytes, double again_flops) {
           .sent = bytes.size() == 4 ? static_cast<double>(bytes[3]) : 0};
 }
 
-// `kept`, `recomputed`: saved, peak of forward, peak of backward. `away`, empty or the same two
+// `kept`, `recomputed`: saved, peak of forward, peak of backward; of what is no block after blocks
+// that are kept or recomputed. `away`, empty or the same two
 // where what is saved is offloaded: and what leaves.
 Link link_of(const std::string& name, int flat, bool block, const Bytes& kept,
              const Bytes& recomputed, double flops, double moved, const std::vector<Bytes>& away) {
@@ -68,11 +69,12 @@ Link link_of(const std::string& name, int flat, bool block, const Bytes& kept,
   link.flat = flat;
   link.block = block;
   link.passes.fill(pass_of(kept, 0));
-  link.passes[whole] = pass_of(recomputed, flops);
+  const double again = block ? flops : 0;
+  link.passes[whole] = pass_of(recomputed, again);
   if (!away.empty()) {
     POISE_CHECK(away.size() == 2, away.size());
     link.away.fill(pass_of(away[0], 0));
-    link.away[whole] = pass_of(away[1], flops);
+    link.away[whole] = pass_of(away[1], again);
   }
   link.flops = flops;
   link.moved = moved;

@@ -454,6 +454,22 @@ def test_a_llama_of_transformers_is_traced_and_holds_what_was_said(budget):
     assert measured == pytest.approx(answer.best.peak_bytes, rel=SCRATCH)
 
 
+def test_inputs_that_recomputed_blocks_keep_are_there_at_the_head():
+    """The first block's, which the model's own forward lets go elsewhere."""
+    model = llama()
+    answer = poise.plan(
+        model, llama_batch(4), global_batch_size=4, micro_batch_size=4, precision="bf16",
+        memory_budget=1,
+    )  # fmt: skip
+    assert len(answer.best.recomputed) == 4 and "head" in answer.best.peak_moment
+    engine = poise.Engine(
+        model, {**answer.best.settings, "precision": {"dtype": "bf16", "parameters": "bf16"}}
+    )
+    for _ in range(2):
+        engine.step([llama_batch(4)], lambda batch: (model(**batch).loss, 1))
+    assert engine.memory()["peak_bytes"] == answer.best.peak_bytes
+
+
 def test_a_mask_is_counted_as_one_that_masks():
     """transformers drops a mask of ones, which only data can tell: less is held then, never more."""
 

@@ -3,6 +3,7 @@
 #include "plan/blocks.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plan/tape.h"
 
@@ -153,66 +154,155 @@ Pass gelu_block_away(const Sizes& s, Recompute mode) {
 
 namespace {
 
+// The sizes of a gated block's tensors, as transformers writes it. The residual stream is what it
+// is for a GELU block; a 16-bit one (`narrow`) goes through an fp32 copy in each norm. Under
+// autocast each projection takes a 16-bit copy of its own, and queries and keys are rotated in
+// fp32.
 struct Gated {
-  std::int64_t x, norm, norm_kept, q, kv, ffn, lse, w_qo, w_mlp;
+  bool narrow;
+  std::int64_t r, x, copy, wide, rows, q, kv, rotated_q, rotated_kv, ffn, lse;
+  std::int64_t w_qo, w_kv, w_mlp;  // gradients as products make them, 16-bit copies of weights
   explicit Gated(const Sizes& s)
-      : x(s.tokens * s.width * s.e),
-        // In fp32 (x and x times the root), in the model's type (before the weight, after it).
-        norm(s.tokens * s.width * (4 + 4 + 2 * s.e) + 4 * s.tokens),
-        norm_kept(s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x),
+      : narrow(s.residual_e < 4),
+        r(s.tokens * s.width * s.residual_e),
+        x(s.tokens * s.width * s.e),
+        copy(s.mixed() ? x : 0),
+        wide(s.tokens * s.width * 4),
+        rows(s.tokens * 4),
         q(s.tokens * s.query * s.e),
         kv(s.tokens * s.kv * s.e),
+        rotated_q(s.tokens * s.query * s.residual_e),
+        rotated_kv(s.tokens * s.kv * s.residual_e),
         ffn(s.tokens * s.ffn * s.e),
         lse(s.tokens * s.heads * 4),
         w_qo(s.width * s.query * s.e),
+        w_kv(s.width * s.kv * s.e),
         w_mlp(s.width * s.ffn * s.e) {}
-  // Two norms; rotated q, k and v; attention's output; gate, its SiLU, up and their product.
-  std::int64_t saved() const { return x + 2 * norm_kept + q + 2 * kv + q + lse + 4 * ffn; }
+  bool mixed() const { return copy > 0; }
 };
 
-void forward(Tape& t, const Gated& g) {
-  t.take(g.norm).give(g.norm - g.norm_kept);
-  t.multiply(g.q).take(g.kv).multiply(g.kv);              // projected
-  t.take(g.q + g.kv).give(g.q + g.kv);                    // rotated
-  t.take(g.q + g.lse).multiply(g.x).take(g.x).give(g.x);  // attention, residual
-  t.take(g.norm).give(g.norm - g.norm_kept);
-  t.multiply(g.ffn).take(g.ffn).multiply(g.ffn).take(g.ffn);
+// Its output stays, and what backward needs, if that is kept.
+void norm(Tape& t, const Gated& g, bool keeps) {
+  if (g.narrow) {
+    t.take(g.wide).pass(g.wide).take(2 * g.rows).take(g.wide);  // copy, squares, over the root
+    if (!keeps) t.give(g.wide);
+    t.take(g.x).take(g.x).give(g.wide + g.rows);  // in 16 bits, times the weight
+    if (!keeps) t.give(g.x + g.rows);
+    return;
+  }
+  t.pass(g.r).take(2 * g.rows).take(g.r).take(g.r).give(g.rows);
+  if (!keeps) t.give(g.r + g.rows);
+}
+
+// The copy of a weight that is kept is counted elsewhere (Link::casts).
+void project(Tape& t, const Gated& g, std::int64_t result, std::int64_t weight, bool keeps) {
+  const auto passing = g.mixed() && !keeps ? weight + g.copy : 0;
+  t.take(keeps ? g.copy : passing).multiply(result).give(passing);
+}
+
+// x cos + (x turned by half) sin.
+void rotate(Tape& t, std::int64_t bytes, std::int64_t rotated) {
+  t.take(rotated).take(bytes).take(rotated).give(bytes).take(rotated).give(2 * rotated);
+}
+
+// Up to the product of both halves of the MLP.
+void forward(Tape& t, const Gated& g, const Sizes& s, bool keeps) {
+  norm(t, g, keeps);
+  project(t, g, g.q, g.w_qo, keeps);
+  project(t, g, g.kv, g.w_kv, keeps);
+  project(t, g, g.kv, g.w_kv, keeps);
+  rotate(t, g.q, g.rotated_q);
+  rotate(t, g.kv, g.rotated_kv);
+  t.give(g.q + g.kv);
+  const auto casts = g.mixed() ? g.q + g.kv : 0;
+  t.take(casts).take(g.q + g.lse).pass(attention_scratch(s, false));
+  if (!keeps) t.give(casts + g.lse);
+  const auto passing = g.mixed() && !keeps ? g.w_qo : 0;
+  t.take(passing).multiply(g.x).give(passing);
+  if (g.mixed() || !keeps) t.give(g.rotated_q + g.rotated_kv + g.r);  // rotated, the norm's output
+  if (!keeps) t.give(g.kv + g.q);
+  t.take(g.r).give(g.x);  // residual
+  norm(t, g, keeps);
+  project(t, g, g.ffn, g.w_mlp, keeps);
+  t.take(g.ffn);  // SiLU
+  if (!keeps) t.give(g.ffn);
+  project(t, g, g.ffn, g.w_mlp, keeps);
+  t.take(g.ffn);
+  if (!keeps) t.give(2 * g.ffn);
+}
+
+// The rest. The output stays, beside the input.
+void end_forward(Tape& t, const Gated& g, const Sizes& s, bool keeps) {
+  const auto passing = g.mixed() && !keeps ? g.w_mlp : 0;
+  t.take(passing).multiply(g.x, s.panels_over(s.ffn)).give(passing);
+  if (!keeps) t.give(g.ffn);
+  if (g.mixed() || !keeps) t.give(g.r);  // the norm's output
+  t.take(g.r).give(g.x);
+  if (g.narrow || !keeps) t.give(g.r);  // what the norm got
+}
+
+// From the gradient of a norm's output to that of its input, which joins the residual's.
+void norm_backward(Tape& t, const Gated& g) {
+  t.take(2 * g.r).give(3 * g.r);  // to the weight and to what was normalized, which goes
+  if (g.narrow) t.take(g.wide).give(g.x);
+  t.take(2 * g.wide).give(2 * g.wide);  // to the root and to what it divides
+  t.take(4 * g.wide).give(4 * g.wide);  // through the mean and the squares
+  t.give(g.rows + g.wide);
+  if (g.narrow) t.pass(g.x).give(g.wide);
 }
 
 void backward(Tape& t, const Gated& g, const Sizes& s) {
-  const auto weight = [&](std::int64_t bytes, std::int64_t rows) {
-    t.multiply(bytes, s.panels_of(rows)).pass(recast(s, bytes)).give(bytes);
+  // `given`: the gradient of its result; `kept`: its input, where no other product reads it.
+  const auto product = [&](std::int64_t input, std::int64_t weight, std::int64_t depth,
+                           std::int64_t rows, std::int64_t given, std::int64_t kept) {
+    t.multiply(input, s.panels_over(depth)).multiply(weight, s.panels_of(rows));
+    if (g.mixed()) t.give(weight);  // the weight's copy
+    t.give(given + kept).pass(recast(s, weight)).give(weight);
   };
-  t.multiply(g.ffn);
-  weight(g.w_mlp, s.width);
-  t.give(g.ffn);                      // down: its input goes
-  t.take(2 * g.ffn).give(3 * g.ffn);  // product
-  t.multiply(g.x, s.panels_over(s.ffn));
-  weight(g.w_mlp, s.ffn);
-  t.give(g.ffn);                  // up
+  // Gradients of 16-bit copies, to what was copied.
+  const auto widen = [&] {
+    if (g.mixed()) t.take(g.r).give(g.x);
+  };
+  t.take(g.copy);
+  product(g.ffn, g.w_mlp, s.width, s.width, g.copy, g.ffn);
+  t.take(2 * g.ffn).give(3 * g.ffn);
+  product(g.x, g.w_mlp, s.ffn, s.ffn, g.ffn, g.copy);
+  widen();
   t.take(g.ffn).give(2 * g.ffn);  // SiLU
-  t.multiply(g.x, s.panels_over(s.ffn));
-  weight(g.w_mlp, s.ffn);
-  t.give(g.ffn).give(g.x);  // gate
-  t.take(g.norm).give(g.norm).give(g.norm_kept);
-  t.multiply(g.q);
-  weight(g.w_qo, s.width);
-  t.take(g.q + 2 * g.kv).give(2 * g.q + g.lse + g.q + 2 * g.kv - g.q);
-  t.take(g.q + g.kv).give(g.q + g.kv);
-  t.take(g.x).multiply(g.x);
-  weight(g.w_qo, s.query);
-  t.give(g.x).give(g.q + 2 * g.kv);
-  t.take(g.norm).give(g.norm).give(g.norm_kept);
+  product(g.x, g.w_mlp, s.ffn, s.ffn, g.ffn, g.mixed() ? g.copy : g.x);
+  widen();
+  t.give(g.r);  // one sum
+  norm_backward(t, g);
+  if (!g.narrow) t.give(g.r);  // what the norm got
+  t.take(g.copy);
+  product(g.q, g.w_qo, s.width, s.width, g.copy, 0);
+  t.take(g.q + 2 * g.kv).pass(attention_scratch(s, true));
+  t.give(2 * g.q + 2 * g.kv + g.lse).give(g.q);
+  for (const auto& [bytes, rotated] : {std::pair{g.kv, g.rotated_kv}, {g.q, g.rotated_q}}) {
+    if (g.mixed()) t.take(rotated).give(bytes);
+    t.take(2 * rotated).take(bytes).give(3 * rotated);
+  }
+  product(g.x, g.w_kv, s.kv, s.kv, g.kv, g.copy);
+  widen();
+  product(g.x, g.w_kv, s.kv, s.kv, g.kv, g.copy);
+  widen();
+  t.give(g.r);
+  product(g.x, g.w_qo, s.query, s.query, g.q, g.mixed() ? g.copy : g.x);
+  widen();
+  t.give(g.r);
+  norm_backward(t, g);
 }
 
 std::int64_t bare_forward_peak(const Gated& g, const Sizes& s) {
-  Tape attention(g.x + g.x, s.inside, s.panels_over(s.width));
-  attention.pass(g.norm).take(g.x).multiply(g.q).take(g.kv).multiply(g.kv);
-  attention.take(g.q + g.kv).give(g.q + g.kv);
-  attention.take(g.q + g.lse).multiply(g.x);
-  Tape mlp(g.x + g.x, s.inside, s.panels_over(s.width));
-  mlp.pass(g.norm).take(g.x).take(g.ffn).take(g.ffn).multiply(g.ffn);
-  return std::max(attention.peak(), mlp.peak());
+  Tape t(g.r, s.inside, s.panels_over(s.width));
+  forward(t, g, s, false);
+  end_forward(t, g, s, false);
+  return t.peak();
+}
+
+// Selective: q, k, v, both outputs of attention, gate and up, what they are projected to.
+std::int64_t marked(const Gated& g) {
+  return g.r + g.q + 2 * g.kv + g.q + g.lse + 2 * g.x + 2 * g.ffn;
 }
 
 }  // namespace
@@ -221,26 +311,25 @@ Pass gated_block(const Sizes& s, Recompute mode) {
   const Gated g(s);
   Pass pass;
   if (mode == Recompute::none) {
-    Tape f(g.x, s.inside, s.panels_over(s.width));
-    forward(f, g);
-    f.take(g.x).take(g.x);
-    pass.saved = g.saved();
+    Tape f(g.r, s.inside, s.panels_over(s.width));
+    forward(f, g, s, true);
+    end_forward(f, g, s, true);
+    // Of the input and the output the former stays, where the norm reads it itself.
+    pass.saved = f.now() - g.r - (g.narrow ? g.r : 0);
     pass.forward_peak = f.peak();
-    Tape b(g.saved() + g.x, s.inside, s.panels_over(s.width));
+    Tape b(pass.saved + g.r, s.inside, s.panels_over(s.width));
     backward(b, g, s);
     pass.backward_peak = b.peak();
     return pass;
   }
-  // Selective: q, k, v, both outputs of attention, gate and up, what they are projected to.
-  const auto marked = g.x + g.q + 2 * g.kv + g.q + g.lse + 2 * g.x + 2 * g.ffn;
-  const auto kept = mode == Recompute::selective ? marked : g.x;
-  Tape again(g.x + g.x, s.inside, s.panels_over(s.width));
-  forward(again, g);
+  pass.saved = mode == Recompute::selective ? marked(g) : g.r;
+  pass.forward_peak = bare_forward_peak(g, s) + pass.saved - g.r;
+  Tape again(g.r + g.r, s.inside, s.panels_over(s.width));
+  forward(again, g, s, true);
+  if (g.mixed() || g.narrow) again.give(g.r);  // what the function held: it ends here
   backward(again, g, s);
-  pass.saved = kept;
-  pass.forward_peak = bare_forward_peak(g, s) + kept - g.x;
   pass.backward_peak =
-      std::max(again.peak(), kept + g.x) + (mode == Recompute::selective ? 2 * g.x : 0);
+      std::max(again.peak(), pass.saved + g.r) + (mode == Recompute::selective ? 2 * g.x : 0);
   return pass;
 }
 
@@ -252,51 +341,71 @@ Pass gated_block_away(const Sizes& s, Recompute mode) {
   return away(kept, bare, 8 * s.tokens + g.lse, g.ffn);
 }
 
-Pass embedding(const Sizes& s, bool positions) {
+Pass embedding(const Sizes& s, bool positions, bool tied) {
   const auto x = s.tokens * s.width * s.residual_e;
   const auto row = positions ? s.sequence * s.width * s.residual_e : 0;
-  const auto indices = positions ? s.sequence * 8 : 0;
   const auto table = s.vocabulary * s.width * s.weight_e;
   // As if they were there from the beginning: the loss, its weight, its gradient, and its count.
   constexpr std::int64_t kScalars = 20;
   Pass pass;
-  pass.saved = indices + kScalars;
-  pass.forward_peak = pass.saved + x + row + (positions ? x : 0);
-  pass.backward_peak = pass.saved + x + std::max(2 * row, table);
+  if (positions) {
+    pass.saved = s.sequence * 8 + kScalars;
+    pass.forward_peak = pass.saved + x + row + x;
+  } else {  // cosines and sines of rotary positions, made in fp32
+    const auto angles = s.sequence * (s.query / s.heads);
+    pass.saved = 2 * angles * s.residual_e + kScalars;
+    pass.forward_peak = kScalars + x + s.sequence * 8 + 18 * angles;
+  }
+  // Where the head reads the same matrix, both gradients of it become a third, their sum.
+  const auto kept = positions ? pass.saved : kScalars;
+  pass.backward_peak = kept + std::max(x + std::max(2 * row, table), tied ? 2 * table : 0);
   return pass;
 }
 
 Pass head(const Sizes& s, bool fused_norm) {
   const auto r = s.tokens * s.width * s.residual_e, x = s.tokens * s.width * s.e;
-  const auto norm_kept =
-      fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (4 + s.e) + 4 * s.tokens + x;
-  const auto norm_work = fused_norm ? x + 8 * s.tokens : s.tokens * s.width * (8 + 2 * s.e);
+  const auto rows = 4 * s.tokens, wide = s.tokens * s.width * 4;
+  const bool narrow = s.residual_e < 4;
+  // Of the norm: what it makes, which a product reads as it is or as a 16-bit copy; for an RMS norm
+  // as transformers writes it what it divided, in 16 bits an fp32 copy of its input too.
+  const auto normed = fused_norm ? 2 * rows + x : rows + (narrow ? wide + 2 * x : r + x);
+  // An RMS norm in fp32 reads the stream itself, else nothing does once the norm ran.
+  const auto input = fused_norm || !narrow ? r : 0;
+  const auto work = fused_norm ? normed : narrow ? 2 * wide + 2 * x : 2 * r;
   const auto table = s.vocabulary * s.width * s.e;  // its gradient as the product makes it
   const auto copy = s.mixed() ? table : 0;          // of the weight, from forward to backward
   const auto logits = s.tokens * s.vocabulary;
   Pass pass;
   if (s.chunk > 0) {
-    const auto rows = std::min(s.chunk, s.tokens);
-    const auto part = rows * s.vocabulary * 4;
-    const auto low = s.e == 4 ? 0 : rows * s.vocabulary * s.e;
+    const auto chunk = std::min(s.chunk, s.tokens);
+    const auto part = chunk * s.vocabulary * 4;
+    const auto low = s.e == 4 ? 0 : chunk * s.vocabulary * s.e;
     const auto sums = s.vocabulary * s.width * 4;
-    pass.saved = r + norm_kept;
-    pass.forward_peak = r + norm_work + copy + 2 * part + low;
-    pass.backward_peak = pass.saved + x + sums + 2 * part + low + rows * s.width * s.e +
+    pass.saved = input + normed;
+    pass.forward_peak = r + work + copy + 2 * part + low;
+    pass.backward_peak = pass.saved + x + sums + 2 * part + low + chunk * s.width * s.e +
                          (s.weight_e == 4 ? copy : table) + s.inside * table +
                          s.panels_of(s.vocabulary);
     return pass;
   }
   const auto cast = s.e == 4 ? 0 : logits * s.e;  // of the logits to fp32
-  const auto kept = r + norm_kept + copy;
+  const auto kept = input + normed + copy;
   pass.saved = kept + 4 * logits;
   pass.forward_peak = kept + 8 * logits + cast;
+  // What functions of transformers hold until they end: under autocast the norm's output, labels
+  // shifted by one, positions, in 16 bits the embedding's output.
+  if (!fused_norm) pass.forward_peak += (s.e == 4 ? 0 : r) + 16 * s.tokens + 8 * s.sequence;
   // The log-softmax and two gradients of it; then it is gone, and a cast gradient replaces them.
   const auto gradient = s.e == 4 ? 4 * logits : cast + 8;
   const auto product =
       std::max(s.inside * x + s.panels_over(s.vocabulary),
                table + std::max(s.inside * table + s.panels_of(s.vocabulary), recast(s, table)));
   pass.backward_peak = kept + std::max(12 * logits, gradient + x + product);
+  if (!fused_norm) {
+    Tape t(input + normed - x + r);  // what it made is gone, its gradient came
+    norm_backward(t, Gated(s));
+    pass.backward_peak = std::max(pass.backward_peak, t.peak());
+  }
   return pass;
 }
 

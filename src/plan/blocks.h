@@ -44,7 +44,7 @@ Pass gated_block_away(const Sizes& sizes, Recompute mode);
 // Norm, projection to the vocabulary and cross-entropy. `fused_norm`: a layer norm.
 Pass head(const Sizes& sizes, bool fused_norm);
 Pass head_away(const Sizes& sizes, bool fused_norm);
-// Token and learned positions' embeddings.
-Pass embedding(const Sizes& sizes, bool positions);
+// Token embedding, with learned positions or the angles of rotary ones.
+Pass embedding(const Sizes& sizes, bool positions, bool tied);
 
 }  // namespace poise::plan

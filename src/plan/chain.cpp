@@ -25,8 +25,7 @@ Sizes sizes_of(const Transformer& m, const Shape& shape, const config::Precision
   s.sequence = shape.sequence;
   s.tokens = shape.micro_batch * shape.sequence;
   s.e = precision.dtype == config::DType::fp32 ? 4 : 2;
-  const bool mixed = casts(precision) && m.mlp == Mlp::gelu;
-  s.residual_e = mixed ? 4 : s.e;
+  s.residual_e = casts(precision) ? 4 : s.e;
   s.weight_e = precision.parameters == config::DType::fp32 ? 4 : 2;
   s.width = m.width;
   s.query = m.heads * head;
@@ -129,7 +128,7 @@ Chain chain(const Transformer& m, const Shape& shape, const config::PrecisionPol
   Chain chain;
   Link in;
   in.name = "the embedding";
-  in.passes.fill(embedding(s, m.positions > 0));
+  in.passes.fill(embedding(s, m.positions > 0, m.tied));
   in.away = in.passes;
   chain.links.push_back(in);
   auto link = block_link(m, s);

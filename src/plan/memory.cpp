@@ -18,11 +18,14 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
       waiting_(chain.links.size()) {
   const bool offloads = choice.offload.activations != config::Offload::none;
   std::size_t place = 0;
+  bool again = false;
   for (const auto& link : chain.links) {
-    auto mode = Recompute::none;
+    auto mode = after(again, choice.recompute);
     bool away = offloads && choice.activations_of.empty();
     if (link.block) {
-      if (place < choice.recomputed.size() && choice.recomputed[place]) mode = choice.recompute;
+      const bool repeats = place < choice.recomputed.size() && choice.recomputed[place];
+      mode = repeats ? choice.recompute : Recompute::none;
+      again |= repeats;
       if (place < choice.activations_of.size()) away = offloads && choice.activations_of[place];
       ++place;
     }

@@ -18,6 +18,11 @@ class Moments {
   std::size_t size() const { return modes_.size(); }
   bool is_block(std::size_t i) const { return chain_.links[i].block; }
   Recompute mode(std::size_t i) const { return modes_[i]; }
+  // Of what is no block, after blocks some of which may be recomputed: inputs that those keep, what
+  // follows does not let go.
+  static Recompute after(bool some_recomputed, Recompute mode) {
+    return some_recomputed ? mode : Recompute::none;
+  }
 
   // Bytes of a moment, by what they are; `kept`: by the links before i.
   struct Bytes {

@@ -21,6 +21,7 @@ struct State {
   double again = 0;
   int before = -1;  // of the last link's states
   bool recomputed = false;
+  bool any = false;  // of the blocks so far
 };
 
 // Drops what another state beats; rounds where there are too many.
@@ -54,9 +55,12 @@ class Programme {
     for (std::size_t i = 0; i < moments_.size() && !states.empty(); ++i) {
       std::vector<State> next;
       for (int s = 0; s < static_cast<int>(states.size()); ++s) {
-        step(states[static_cast<std::size_t>(s)], s, i, Recompute::none, next);
+        const auto& state = states[static_cast<std::size_t>(s)];
         if (moments_.is_block(i)) {
-          step(states[static_cast<std::size_t>(s)], s, i, Recompute::whole, next);
+          step(state, s, i, Recompute::none, next);
+          step(state, s, i, Recompute::whole, next);
+        } else {
+          step(state, s, i, Moments::after(state.any, Recompute::whole), next);
         }
       }
       prune(next, room_);
@@ -72,10 +76,10 @@ class Programme {
             std::vector<State>& next) const {
     if (moments_.forward(i, mode, state.kept).all() > room_) return;
     if (moments_.backward(i, mode, state.kept).all() > room_) return;
+    const bool repeats = moments_.is_block(i) && mode != Recompute::none;
     const double flops = chain_.links[i].passes[static_cast<std::size_t>(mode)].again_flops;
-    next.push_back({state.kept + moments_.saved(i, mode),
-                    state.again + (mode == Recompute::none ? 0 : flops), index,
-                    mode != Recompute::none});
+    next.push_back({state.kept + moments_.saved(i, mode), state.again + (repeats ? flops : 0),
+                    index, repeats, state.any || repeats});
   }
 
   // Back from the state that repeats least.
