@@ -31,8 +31,23 @@ class EvaluationGivenUp(BaseException):
 class Signals:
     """What has come; raised where the run is ready for it."""
 
+    # Slurm sends a signal to every process, and torchrun, which gets it, too, passes it on: the save must
+    # live through that. Whoever waits longer and sends it again ends the process.
+    SAME_SIGNAL = 3.0  # seconds
+
     def __init__(self) -> None:
         self.save_asked: int | None = None
+        self._first: dict[int, float] = {}  # when each came
+
+    def note(self, number: int) -> None:
+        """For a handler of a signal that asks for a save."""
+        now = time.monotonic()
+        if number not in self._first:
+            self._first[number] = now
+            self.save_asked = number
+        elif now - self._first[number] > self.SAME_SIGNAL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def check(self) -> None:
         """Raises Interrupted where a signal has asked for a save, once."""
@@ -100,15 +115,15 @@ class AgreedEnd:
 
 @contextlib.contextmanager
 def saves_noted() -> Iterator[Signals]:
-    """While it is open SIGTERM and SIGUSR1 are noted, once, unless the program has handlers for them."""
+    """While it is open SIGTERM and SIGUSR1 are noted, unless the program has handlers for them. One that
+    comes again more than Signals.SAME_SIGNAL later ends the process."""
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
 
     def note(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        signals.save_asked = number
+        signals.note(number)
 
     ours = [number for number in SAVE_FIRST if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
@@ -124,8 +139,9 @@ def saves_noted() -> Iterator[Signals]:
 def signals_raised(saves: bool = False) -> Iterator[Signals]:
     """While it is open SIGINT and SIGTERM raise Interrupted, once; a second one ends the process.
 
-    In a run that saves, SIGTERM and SIGUSR1 are only noted: `check` raises them. On other threads than
-    the main one, which gets no signals, it does nothing.
+    In a run that saves, SIGTERM and SIGUSR1 are only noted: `check` raises them; one of them that comes
+    again ends the process if that is more than Signals.SAME_SIGNAL later, and Ctrl-C does at once. On other
+    threads than the main one, which gets no signals, it does nothing.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -135,12 +151,13 @@ def signals_raised(saves: bool = False) -> Iterator[Signals]:
     old = {number: signal.getsignal(number) for number in numbers}
 
     def interrupt(number: int, frame: object) -> None:
+        if saves and number in SAVE_FIRST:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signals.note(number)
+            return
         for known in old:
             signal.signal(known, signal.SIG_DFL)
-        if saves and number in SAVE_FIRST:
-            signals.save_asked = number
-        else:
-            raise Interrupted(number)
+        raise Interrupted(number)
 
     for number in old:
         signal.signal(number, interrupt)

@@ -117,6 +117,23 @@ def test_zero_grad_anywhere_in_the_loop_drops_nothing(when):
     assert distance(model.body, reference) < 1e-6
 
 
+def test_a_boundary_that_was_set_is_of_one_micro_batch_also_where_its_update_fails(monkeypatch):
+    model = WithLoss()
+    engine, *_ = poise.initialize(model=model, config=config())
+    x, y = rows(2)[:]
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(x, labels=y))
+
+    def fails(*_):
+        raise poise.Error("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(engine).__mro__[1], "step", fails)  # what makes the update
+        with pytest.raises(poise.Error, match="no room"):
+            engine.step()
+    assert not engine.is_gradient_accumulation_boundary()
+
+
 def test_the_loaders_last_window_is_an_update_of_its_own(monkeypatch):
     data = rows(10)  # windows of 8 and 2; carried on, there would be 5 updates in 4 epochs
     monkeypatch.setattr("poise.deepspeed.start.RandomSampler", torch.utils.data.SequentialSampler)

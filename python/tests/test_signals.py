@@ -4,6 +4,7 @@ unbroken one to the bit."""
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -293,6 +294,31 @@ def test_ranks_of_an_evaluation_ask_each_other_now_and_then(monkeypatch):
         slow.now()
         now += 10
     assert len(asked) == 5  # nobody knows at the first one: two batches more, then each
+
+
+@pytest.mark.parametrize("scope", ["saves_noted()", "signals_raised(saves=True)"])
+def test_a_signal_that_comes_twice_lets_the_save_be_made_but_not_after_a_while(scope):
+    """Slurm and torchrun each send one."""
+    program = f"""
+import os, signal, time
+from poise import signals
+signals.Signals.SAME_SIGNAL = 0.5
+with signals.{scope} as came:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("asked", came.save_asked == signal.SIGTERM, flush=True)
+    came.save_asked = None  # as taken for the save
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saves", came.save_asked is None, flush=True)
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still there", flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    assert ended.stdout.splitlines() == ["asked True", "saves True"]
+    assert ended.returncode == -signal.SIGTERM
 
 
 def test_a_run_without_saves_leaves_signals_alone(tmp_path):

@@ -144,8 +144,10 @@ class DeepSpeedEngine(WrappedModel):
         self._before_backward, self._has_sums = True, False
         if not self._syncs:
             return None
-        result = super().step()
-        self._boundary = None
+        try:
+            result = super().step()
+        finally:
+            self._boundary = None  # of this micro-batch, whether its update came or failed
         self.global_steps += 1
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
