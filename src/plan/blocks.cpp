@@ -337,7 +337,7 @@ Pass gated_block_away(const Sizes& s, Recompute mode) {
   const Gated g(s);
   const auto kept = gated_block(s, mode);
   const auto bare = bare_forward_peak(g, s);
-  if (mode == Recompute::whole) return away(kept, bare, 0, g.x);
+  if (mode == Recompute::whole) return away(kept, bare, 0, g.r);
   return away(kept, bare, 8 * s.tokens + g.lse, g.ffn);
 }
 
