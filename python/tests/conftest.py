@@ -20,3 +20,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as on a machine that `poise plan --calibrate` never measured."""
+    monkeypatch.setenv("POISE_MACHINE", "/nonexistent/machine.json")

@@ -14,14 +14,8 @@ from poise.models.byte_gpt import ByteGPT
 SMALL = {"layers": 4, "width": 128, "heads": 4, "sequence_length": 128}
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Threads of small operations wait for each other; the planner asks how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("POISE_MACHINE", "/nonexistent/machine.json")  # no measured rates
-    yield
-    torch.set_num_threads(before)
+# Plans ask how many threads there are.
+pytestmark = pytest.mark.usefixtures("one_thread", "no_measured_rates")
 
 
 def measured(settings: dict) -> dict:

@@ -11,6 +11,7 @@
 #include "cli/run_plan.h"
 #include "poise/error.h"
 #include "poise/memory.h"
+#include "poise/module_plan.h"
 #include "poise/plan.h"
 
 namespace poise::cli {
@@ -140,6 +141,7 @@ plan::Job described_job(const PlanArguments& a) {
   job.global_batch = a.global_batch;
   job.micro_batch = a.micro_batch;
   job.precision = precision_of(a.precision);
+  job.cpu = cpu_operators();
   job.budget = bytes_of(a.memory);
   if (!a.offload.empty()) job.offloads = offloads(a.offload);
   if (a.shard_ranks > 0) job.shard_ranks = {static_cast<int>(a.shard_ranks)};

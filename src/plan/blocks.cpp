@@ -255,7 +255,7 @@ void backward(Tape& t, const Gated& g, const Sizes& s) {
   // `given`: the gradient of its result; `kept`: its input, where no other product reads it.
   const auto product = [&](std::int64_t input, std::int64_t weight, std::int64_t depth,
                            std::int64_t rows, std::int64_t given, std::int64_t kept) {
-    t.multiply(input, s.panels_over(depth)).multiply(weight, s.panels_of(rows));
+    t.multiply(weight, s.panels_of(rows)).multiply(input, s.panels_over(depth));
     if (g.mixed()) t.give(weight);  // the weight's copy
     t.give(given + kept).pass(recast(s, weight)).give(weight);
   };
@@ -363,15 +363,15 @@ Pass embedding(const Sizes& s, bool positions, bool tied) {
 }
 
 Pass head(const Sizes& s, bool fused_norm) {
-  const auto r = s.tokens * s.width * s.residual_e, x = s.tokens * s.width * s.e;
-  const auto rows = 4 * s.tokens, wide = s.tokens * s.width * 4;
-  const bool narrow = s.residual_e < 4;
-  // Of the norm: what it makes, which a product reads as it is or as a 16-bit copy; for an RMS norm
-  // as transformers writes it what it divided, in 16 bits an fp32 copy of its input too.
-  const auto normed = fused_norm ? 2 * rows + x : rows + (narrow ? wide + 2 * x : r + x);
-  // An RMS norm in fp32 reads the stream itself, else nothing does once the norm ran.
-  const auto input = fused_norm || !narrow ? r : 0;
-  const auto work = fused_norm ? normed : narrow ? 2 * wide + 2 * x : 2 * r;
+  const Gated g(s);
+  const auto r = g.r, x = g.x;
+  Tape rms;
+  norm(rms, g, true);
+  // What stays of the norm; of its output a 16-bit copy, where the product takes one.
+  const auto normed = fused_norm ? 2 * g.rows + x : rms.now() - r + x;
+  const auto work = fused_norm ? normed : rms.peak();
+  // A 16-bit RMS norm has copied it.
+  const auto input = fused_norm || !g.narrow ? r : 0;
   const auto table = s.vocabulary * s.width * s.e;  // its gradient as the product makes it
   const auto copy = s.mixed() ? table : 0;          // of the weight, from forward to backward
   const auto logits = s.tokens * s.vocabulary;
@@ -403,7 +403,7 @@ Pass head(const Sizes& s, bool fused_norm) {
   pass.backward_peak = kept + std::max(12 * logits, gradient + x + product);
   if (!fused_norm) {
     Tape t(input + normed - x + r);  // what it made is gone, its gradient came
-    norm_backward(t, Gated(s));
+    norm_backward(t, g);
     pass.backward_peak = std::max(pass.backward_peak, t.peak());
   }
   return pass;

@@ -20,7 +20,7 @@ Moments::Moments(const Chain& chain, const Choice& choice, const Widths& widths)
   std::size_t place = 0;
   bool again = false;
   for (const auto& link : chain.links) {
-    auto mode = after(again, choice.recompute);
+    auto mode = mode_after(again, choice.recompute);
     bool away = offloads && choice.activations_of.empty();
     if (link.block) {
       const bool repeats = place < choice.recomputed.size() && choice.recomputed[place];

@@ -20,7 +20,7 @@ class Moments {
   Recompute mode(std::size_t i) const { return modes_[i]; }
   // Of what is no block, after blocks some of which may be recomputed: inputs that those keep, what
   // follows does not let go.
-  static Recompute after(bool some_recomputed, Recompute mode) {
+  static Recompute mode_after(bool some_recomputed, Recompute mode) {
     return some_recomputed ? mode : Recompute::none;
   }
 

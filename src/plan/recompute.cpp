@@ -60,7 +60,7 @@ class Programme {
           step(state, s, i, Recompute::none, next);
           step(state, s, i, Recompute::whole, next);
         } else {
-          step(state, s, i, Moments::after(state.any, Recompute::whole), next);
+          step(state, s, i, Moments::mode_after(state.any, Recompute::whole), next);
         }
       }
       prune(next, room_);
